@@ -1,0 +1,265 @@
+"""The plan: from parameter shapes and a profile to buckets, lanes, groups and exact bytes. All static.
+
+A plan is recomputed at trace time, never stored: it depends on shapes, the profile and `W` alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nf_jax import buckets, capacity, codecs, regions
+from nf_jax.codecs import Segment
+from nf_jax.profile import Leaf, Profile, Route
+from nf_jax.routes import Group
+from nf_jax.telemetry import Lanes, Reason
+
+MAX_GROUPS = 16
+# A leaf whose shards are padded by more than this part of it stays exact: the pads would cost its gain.
+MAX_PAD_RATIO = 0.25
+_PACKABLE = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is routed how, from shapes alone.
+
+    Attributes:
+      num_workers: `W`.
+      paths, shapes, dtypes, leaf_regions: one entry per leaf of the flattened tree.
+      lanes: one entry per lane (bucket x region), the form that controller, telemetry and replay share.
+      lane_leaves: indices of every lane's leaves, packable or not.
+      lane_buckets: the bucket of every lane.
+      groups: lanes that switch together, with their packable leaves.
+      exact: indices of the leaves that always travel in full precision.
+      idle: indices of the leaves that do not travel: size 0, or without a gradient (`float0`).
+      overhead_bytes: what a worker sends for the signals at every step, whatever the routes.
+      fp32_bytes: what a worker would send with a plain mean of everything.
+    """
+
+    num_workers: int
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    leaf_regions: tuple[int, ...]
+    lanes: Lanes
+    lane_leaves: tuple[tuple[int, ...], ...]
+    lane_buckets: tuple[int, ...]
+    groups: tuple[Group, ...]
+    exact: tuple[int, ...]
+    idle: tuple[int, ...]
+    overhead_bytes: int
+    fp32_bytes: int
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.lane_leaves)
+
+    @property
+    def protected_share(self) -> float:
+        """Part of the travelling elements that may only travel in full precision."""
+        packable = sum(segment.size for group in self.groups for segment in group.segments)
+        total = sum(self.lanes.num_elements)
+        return 1 - packable / total if total else 0.0
+
+    def wire_bytes(self, routes: Sequence[int]) -> int:
+        """Bytes that one worker sends in a step with these routes, one per lane, signals included."""
+        if len(routes) != self.num_lanes:
+            raise ValueError(f"expected one route per lane ({self.num_lanes}), got {len(routes)}")
+        table = self.lanes.wire_bytes
+        return sum(row[int(r)] for row, r in zip(table, routes, strict=True)) + self.overhead_bytes
+
+
+def plan(profile: Profile, params: Any, num_workers: int) -> Plan:
+    """Plans the routing of a gradient tree shaped like `params`.
+
+    Args:
+      profile: the operating profile.
+      params: a pytree of arrays, or of anything with a shape and a dtype (`jax.eval_shape`).
+      num_workers: size of the data-parallel axis.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: a leaf that no region matches, a dtype without a mean, a model that is not the profile's.
+
+    Example:
+      >>> import jax, nf_jax
+      >>> params = {"dense": jax.ShapeDtypeStruct((512, 512), "float32")}
+      >>> nf_jax.plan(nf_jax.Profile.static(nf_jax.Route.SIGN), params, num_workers=8).protected_share
+      0.0
+    """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"num_workers: expected a positive int, got {num_workers!r}")
+    named, _ = regions.leaves_with_paths(params)
+    paths = tuple(path for path, _ in named)
+    shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)
+    dtypes = tuple(_dtype_name(path, leaf) for path, leaf in named)
+    profile.check_model([Leaf(path=p, shape=s, dtype=d) for p, s, d in zip(paths, shapes, dtypes, strict=True)])
+    leaf_regions = regions.assign_regions(paths, [region.pattern for region in profile.regions])
+    idle = tuple(i for i, d in enumerate(dtypes) if d == "float0" or math.prod(shapes[i]) == 0)
+
+    slices = _cut(profile, paths, shapes, dtypes, leaf_regions, idle)
+    segments = {
+        i: segment
+        for i in range(len(paths))
+        if i not in idle
+        and (segment := _segment(profile, leaf_regions[i], shapes[i], dtypes[i], num_workers)) is not None
+    }
+    fixed = tuple(_fixed_reason(profile, s, segments, num_workers) for s in slices)
+    keys = [None if reason is not None else s.region for s, reason in zip(slices, fixed, strict=True)]
+    group_ids = buckets.merge_groups(keys, MAX_GROUPS)
+    groups = tuple(
+        _group(profile, slices, segments, [i for i, g in enumerate(group_ids) if g == number])
+        for number in range(max(group_ids, default=-1) + 1)
+    )
+    packed = {leaf for group in groups for leaf in group.leaves}
+    exact = tuple(i for i in range(len(paths)) if i not in packed and i not in idle)
+    lanes = Lanes(
+        names=tuple(f"{s.bucket}/{profile.regions[s.region].name}" for s in slices),
+        regions=tuple(s.region for s in slices),
+        groups=group_ids,
+        fixed=fixed,
+        num_elements=tuple(sum(math.prod(shapes[i]) for i in s.leaf_indices) for s in slices),
+        wire_bytes=_wire_bytes(slices, groups, packed, shapes, dtypes, num_workers),
+    )
+    return Plan(
+        num_workers=num_workers,
+        paths=paths,
+        shapes=shapes,
+        dtypes=dtypes,
+        leaf_regions=leaf_regions,
+        lanes=lanes,
+        lane_leaves=tuple(s.leaf_indices for s in slices),
+        lane_buckets=tuple(s.bucket for s in slices),
+        groups=groups,
+        exact=exact,
+        idle=idle,
+        overhead_bytes=capacity.gather_bytes(4 * num_signals(len(profile.regions)), num_workers),
+        fp32_bytes=sum(row[Route.FP32] for row in lanes.wire_bytes),
+    )
+
+
+def num_signals(num_regions: int) -> int:
+    """Numbers a worker contributes to the step's signals: loss, load, and per region norm and non-finite."""
+    return 2 + 2 * num_regions
+
+
+def _dtype_name(path: str, leaf: Any) -> str:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        dtype = jnp.result_type(leaf)
+    if dtype == jax.dtypes.float0:
+        return "float0"
+    if not (jnp.issubdtype(dtype, jnp.number)):
+        raise ValueError(
+            f"leaf {path!r}: expected a float, complex or integer dtype, got {dtype}, which has no mean. "
+            "Leave it out of the gradient tree."
+        )
+    return jnp.dtype(dtype).name
+
+
+def _cut(
+    profile: Profile,
+    paths: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    leaf_regions: Sequence[int],
+    idle: Sequence[int],
+) -> tuple[buckets.LaneSlice, ...]:
+    sizes = [
+        0 if i in idle else math.prod(shape) * jnp.dtype(dtype).itemsize
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    order = buckets.backward_order(paths, profile.buckets.order)
+    formed = buckets.form_buckets(
+        sizes, dtypes, order, profile.buckets.first_bytes, profile.buckets.cap_bytes
+    )
+    return buckets.cut_lanes(formed, leaf_regions)
+
+
+def _segment(
+    profile: Profile, region: int, shape: tuple[int, ...], dtype: str, num_workers: int
+) -> Segment | None:
+    """How a leaf is cut into shards, or None where it may only travel exactly."""
+    is_lossy = any(route != Route.FP32 for route in profile.routes_of(region))
+    if num_workers == 1 or not is_lossy or dtype not in _PACKABLE or not shape:
+        return None
+    segment = codecs.make_segment(shape, num_workers, profile.regions[region].codec.scale)
+    return segment if segment.num_pads <= MAX_PAD_RATIO * segment.size else None
+
+
+def _fixed_reason(
+    profile: Profile, lane: buckets.LaneSlice, segments: dict[int, Segment], num_workers: int
+) -> Reason | None:
+    """Why the lane can only be FP32, or None."""
+    if num_workers == 1:
+        return Reason.SINGLE_WORKER
+    if all(route == Route.FP32 for route in profile.routes_of(lane.region)):
+        return Reason.PROTECTED
+    packable = sum(segments[i].size for i in lane.leaf_indices if i in segments)
+    if not packable:
+        return Reason.UNSUITABLE
+    return Reason.SMALL if 4 * packable < profile.capacity.min_lane_bytes else None
+
+
+def _group(
+    profile: Profile,
+    slices: Sequence[buckets.LaneSlice],
+    segments: dict[int, Segment],
+    lanes: Sequence[int],
+) -> Group:
+    members = [
+        (position, leaf)
+        for position, lane in enumerate(lanes)
+        for leaf in slices[lane].leaf_indices
+        if leaf in segments
+    ]
+    region = slices[lanes[0]].region
+    return Group(
+        lanes=tuple(lanes),
+        leaves=tuple(leaf for _, leaf in members),
+        segments=tuple(segments[leaf] for _, leaf in members),
+        lane_of_leaf=tuple(position for position, _ in members),
+        codec=profile.regions[region].codec,
+        routes=profile.routes_of(region),
+    )
+
+
+def _wire_bytes(
+    slices: Sequence[buckets.LaneSlice],
+    groups: Sequence[Group],
+    packed: set[int],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    num_workers: int,
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Bytes per lane and route. A group's lanes share its collectives; their parts add up to the whole."""
+    rows = []
+    for lane in slices:
+        exact = [i for i in lane.leaf_indices if i not in packed]
+        num_bytes = sum(math.prod(shapes[i]) * _wire_itemsize(dtypes[i]) for i in exact)
+        rows.append([capacity.allreduce_bytes(num_bytes, num_workers)] * len(Route))
+    for group in groups:
+        for route in Route:
+            before = 0
+            for position, lane in enumerate(group.lanes):
+                num = sum(owner <= position for owner in group.lane_of_leaf)
+                upto = capacity.group_bytes(
+                    route, group.segments[:num], position + 1, group.codec, num_workers
+                )
+                rows[lane][route] += upto - before
+                before = upto
+    return tuple((row[0], row[1], row[2], row[3]) for row in rows)
+
+
+def _wire_itemsize(dtype: str) -> int:
+    """Half-precision leaves are averaged in f32, so that a sum over workers loses and overflows nothing."""
+    return 4 if dtype in _PACKABLE else jnp.dtype(dtype).itemsize

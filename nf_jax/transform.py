@@ -1,0 +1,280 @@
+"""The optax transform: where the data plane and the control plane meet. Start reading here.
+
+A gradient's path, in `update_fn`: plan (static) -> signals -> average by the routes chosen one step ago ->
+health, capacity -> the routes of the next step. NEURON-Fabric: arXiv 2606.25759, 2606.15045.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from nf_jax import capacity, collectives, controller, health, regions
+from nf_jax.plan import Plan
+from nf_jax.plan import plan as make_plan
+from nf_jax.pmean import Memory, average
+from nf_jax.profile import Profile, Route
+from nf_jax.state import AggregateState
+from nf_jax.telemetry import Signals, StepInfo
+
+
+def aggregate_gradients(
+    profile: Profile,
+    *,
+    axis: collectives.AxisName,
+    num_workers: int,
+    routes: Sequence[int] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Averages local gradients over workers, per lane as sign counts or in full precision.
+
+    Takes the place of `jax.lax.pmean(grads, axis)`. Put it first in `optax.chain`: it must see the whole
+    tree of raw local gradients (loss scaling undone, nothing clipped); clipping, `optax.masked`,
+    `optax.apply_if_finite` and the optimizer come after it, and see the mean. Wrapped *around* it,
+    `apply_if_finite` deadlocks when one worker alone has a NaN, `masked` leaves what it masks unaveraged
+    (an error here), and `MultiSteps` communicates on every mini-step: accumulate gradients yourself and
+    call `update` once (`nf_jax.training` does).
+
+    Aggregation does not overlap with the backward pass in this version.
+
+    Args:
+      profile: what may travel how, and when.
+      axis: name of the data-parallel axis of the surrounding `pmap` or `shard_map`, or a tuple of names.
+      num_workers: its size; the state depends on it, and `init` may run outside the mapped function.
+      routes: pins the routes: one per lane, compiled in without a switch. The controller still says in
+        `step_info(state).next_routes` what it would choose, so that a host loop can change programs.
+
+    Returns:
+      An optax transform. Its `update` takes `value=` (this worker's loss, `f32[]`) and `reducer_load=`
+      (a host-measured load of the reducer, 1 is full) as keyword arguments; both are reduced over
+      workers and act one step later. The updates it returns are means, in the gradients' dtypes.
+
+    Raises:
+      ValueError: at trace time, for anything that would go wrong silently: see the tests' names.
+
+    Example:
+      >>> import jax, optax, nf_jax
+      >>> tx = optax.chain(
+      ...     nf_jax.aggregate_gradients(nf_jax.Profile.static("SIGN"), axis="batch", num_workers=1),
+      ...     optax.sgd(0.1),
+      ... )
+      >>> params = {"kernel": jax.numpy.ones((4, 4))}
+      >>> step = jax.pmap(lambda g, s: tx.update(g, s, value=0.0), axis_name="batch")
+      >>> stack = lambda tree: jax.tree.map(lambda x: x[None], tree)
+      >>> updates, state = step(stack(params), stack(tx.init(params)))
+    """
+    if not isinstance(profile, Profile):
+        raise ValueError(f"profile: expected an nf_jax.Profile, got {type(profile).__name__}")
+    pinned = None if routes is None else tuple(int(route) for route in routes)
+
+    def init_fn(params: Any) -> AggregateState:
+        _check_unmasked(params)
+        return _init(profile, make_plan(profile, params, num_workers))
+
+    def update_fn(
+        updates: Any,
+        state: AggregateState,
+        params: Any = None,
+        *,
+        value: Any = None,
+        reducer_load: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, AggregateState]:
+        del params, extra_args
+        _check_unmasked(updates)
+        named, treedef = regions.leaves_with_paths(updates)
+        plan = make_plan(profile, updates, num_workers)
+        leaves = [leaf for _, leaf in named]
+        _check_call(plan, leaves, state, axis)
+
+        signals, ok = _measure(plan, len(profile.regions), leaves, value, reducer_load, axis)
+        chosen = state.info.next_routes if pinned is None else pinned
+        memory = jax.tree.map(lambda leaf: leaf[0], state.memory)
+        result = average(plan, chosen, leaves, memory, state.pending, axis, seed=_seed(state.step), ok=ok)
+        signals = signals._replace(agreement=result.agreement, residual_ratio=result.residual_ratio)
+
+        new_state = _advance(profile, plan, state, jnp.asarray(chosen, jnp.int32), signals)
+        new_state = new_state._replace(
+            pending=result.pending, memory=jax.tree.map(lambda leaf: leaf[None], result.memory)
+        )
+        return jax.tree.unflatten(treedef, result.means), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _init(profile: Profile, plan: Plan) -> AggregateState:
+    num_regions, num_lanes = len(profile.regions), plan.num_lanes
+    states = health.init(profile.health, num_regions, num_lanes), capacity.init()
+    step = jnp.int32(0)
+    routes, reasons = controller.choose_routes(profile, plan.lanes, step, *states)
+    signals = Signals(
+        loss=jnp.float32(0),
+        has_loss=jnp.asarray(False),
+        nonfinite=jnp.zeros((num_regions,), jnp.int32),
+        gradient_norm=jnp.zeros((num_regions,), jnp.float32),
+        agreement=jnp.full((num_lanes,), -1, jnp.float32),
+        residual_ratio=jnp.zeros((num_lanes,), jnp.float32),
+        reducer_load=jnp.float32(0),
+    )
+    info = _info(plan, jnp.int32(-1), jnp.zeros((num_lanes,), jnp.int32), signals, *states)
+    info = info._replace(reasons=reasons, next_routes=routes, next_reasons=reasons, wire=jnp.zeros((2,), jnp.int32))
+    return AggregateState(
+        step=step,
+        pending=jnp.zeros((len(plan.groups),), bool),
+        memory=_init_memory(plan),
+        health=states[0],
+        capacity=states[1],
+        info=info,
+        num_workers=jnp.int32(plan.num_workers),
+    )
+
+
+def _init_memory(plan: Plan) -> Memory:
+    residual, server = {}, {}
+    for group in plan.groups:
+        dtype = jnp.dtype(group.codec.residual_dtype)
+        for leaf, segment in zip(group.leaves, group.segments, strict=True):
+            if group.keeps_residual:
+                residual[plan.paths[leaf]] = jnp.zeros((1, *plan.shapes[leaf]), dtype)
+            if group.keeps_server_residual:
+                server[plan.paths[leaf]] = jnp.zeros((1, segment.shard_size), jnp.float32)
+    return Memory(residual, server)
+
+
+def _measure(
+    plan: Plan, num_regions: int, leaves: Sequence[Any], value: Any, reducer_load: Any, axis: collectives.AxisName
+) -> tuple[Signals, Array]:
+    """The step's signals, reduced over workers in one small all-gather, and whether all is finite."""
+    inexact = [i for i, leaf in enumerate(leaves) if i not in plan.idle and jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    squared = jnp.stack([_squared_norm(leaves[i]) for i in inexact] or [jnp.float32(0)])
+    owners = np.asarray([plan.leaf_regions[i] for i in inexact] or [0], np.int32)
+    is_bad = (~jnp.isfinite(squared)).astype(jnp.float32)
+    by_region = jax.ops.segment_sum(jnp.stack([squared, is_bad], axis=1), owners, num_regions)
+    own = jnp.stack([_scalar(value, "value"), _scalar(reducer_load, "reducer_load")])
+    gathered = collectives.gather(jnp.concatenate([own, by_region.T.reshape(-1)]), axis)
+    mean, total = gathered.mean(0), gathered.sum(0)
+    nonfinite = total[2 + num_regions :].astype(jnp.int32)
+    signals = Signals(
+        loss=mean[0],
+        has_loss=jnp.asarray(value is not None),
+        nonfinite=nonfinite,
+        gradient_norm=jnp.sqrt(mean[2 : 2 + num_regions]),
+        agreement=jnp.zeros((), jnp.float32),
+        residual_ratio=jnp.zeros((), jnp.float32),
+        reducer_load=gathered[:, 1].max(),
+    )
+    return signals, jnp.sum(nonfinite) == 0
+
+
+def _squared_norm(leaf: Array) -> Array:
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return (jnp.sum(leaf.real**2) + jnp.sum(leaf.imag**2)).astype(jnp.float32)
+    wide = leaf.astype(jnp.float32)
+    return jnp.sum(wide * wide)
+
+
+def _scalar(value: Any, name: str) -> Array:
+    scalar = jnp.asarray(0.0 if value is None else value)
+    if scalar.ndim:
+        raise ValueError(
+            f"{name}: expected a scalar (this worker's own number), got shape {scalar.shape}. "
+            "Average the batch's losses before passing them."
+        )
+    return scalar.astype(jnp.float32)
+
+
+def _seed(step: Array) -> Array:
+    return (step.astype(jnp.uint32) + jnp.uint32(1)) * jnp.uint32(0x9E3779B9) >> jnp.uint32(3)
+
+
+def _advance(
+    profile: Profile, plan: Plan, state: AggregateState, routes: Array, signals: Signals
+) -> AggregateState:
+    """The control plane's part of a step: next states, next routes, what to report."""
+    next_health = health.step(profile.health, plan.lanes.regions, state.health, signals)
+    next_capacity = capacity.step(profile.capacity, state.capacity, signals.reducer_load)
+    next_step = optax.safe_increment(state.step)
+    next_routes, next_reasons = controller.choose_routes(
+        profile, plan.lanes, next_step, next_health, next_capacity
+    )
+    info = _info(plan, state.step, routes, signals, next_health, next_capacity)._replace(
+        reasons=state.info.next_reasons, next_routes=next_routes, next_reasons=next_reasons
+    )
+    return state._replace(step=next_step, health=next_health, capacity=next_capacity, info=info)
+
+
+def _info(
+    plan: Plan,
+    step: Array,
+    routes: Array,
+    signals: Signals,
+    health_state: health.HealthState,
+    capacity_state: capacity.CapacityState,
+) -> StepInfo:
+    table = np.asarray(plan.lanes.wire_bytes, np.int64).reshape(plan.num_lanes, len(Route))
+    lanes = np.arange(plan.num_lanes)
+    high, low = jnp.asarray(table >> 16, jnp.int32), jnp.asarray(table & 0xFFFF, jnp.int32)
+    high, low = jnp.sum(high[lanes, routes]), jnp.sum(low[lanes, routes])
+    low = low + jnp.int32(plan.overhead_bytes)
+    return StepInfo(
+        step=step,
+        routes=routes,
+        reasons=jnp.zeros_like(routes),
+        next_routes=jnp.zeros_like(routes),
+        next_reasons=jnp.zeros_like(routes),
+        wire=jnp.stack([high + (low >> 16), low & 0xFFFF]),
+        fp32_wire=jnp.asarray([plan.fp32_bytes >> 16, plan.fp32_bytes & 0xFFFF], jnp.int32),
+        health_state=health_state.state,
+        trigger=health_state.trigger,
+        trips=health_state.trips,
+        saturated=capacity_state.saturated,
+        signals=signals,
+    )
+
+
+# --------------------------------------------------------------------------------------------- checks
+
+
+def _check_unmasked(tree: Any) -> None:
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    if any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked))):
+        raise ValueError(
+            "aggregate_gradients: expected the whole gradient tree, got one with masked leaves: optax.masked "
+            "(or multi_transform) is wrapped around it, and what it masks would never be averaged. Put it "
+            "first and mask what follows: optax.chain(aggregate_gradients(...), optax.masked(inner, mask))."
+        )
+
+
+def _check_call(plan: Plan, leaves: Sequence[Any], state: AggregateState, axis: collectives.AxisName) -> None:
+    if not isinstance(state, AggregateState):
+        raise ValueError(f"state: expected the AggregateState of this transform, got {type(state).__name__}")
+    collectives.check_axis(axis, plan.num_workers)
+    moving = [i for i in range(len(leaves)) if i not in plan.idle]
+    collectives.check_local([leaves[i] for i in moving], [plan.paths[i] for i in moving], axis)
+    _check_state(plan, state)
+
+
+def _check_state(plan: Plan, state: AggregateState) -> None:
+    want = jax.eval_shape(lambda: _init_memory(plan))
+    for field, expected in want._asdict().items():
+        found = getattr(state.memory, field)
+        for path in {**expected, **found}:
+            shapes = [getattr(tree.get(path), "shape", None) for tree in (expected, found)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"state: expected {field} {path!r} of shape {shapes[0]} (one worker's view), got {shapes[1]}. "
+                    "Either the state was made for another model, profile or num_workers (call init anew), or "
+                    "it entered the mapped function under the wrong PartitionSpec: use state_spec(state, axis) "
+                    "and shard_state(state, mesh) with shard_map, flax.jax_utils.replicate(state) with pmap."
+                )
+    num_lanes = state.info.next_routes.shape
+    if num_lanes != (plan.num_lanes,):
+        raise ValueError(
+            f"state: expected {plan.num_lanes} lanes, got {num_lanes}: it was made with other buckets or "
+            "another profile; call init anew."
+        )

@@ -1,0 +1,130 @@
+"""The layer table: which file may import which. Arrows point down only."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "nf_jax"
+
+# File -> (layer, what it imports of the package). None: anything.
+LAYERS: dict[str, tuple[int, set[str] | None]] = {
+    "profile": (0, set()),
+    "regions": (0, set()),
+    "codecs": (0, set()),
+    "telemetry": (0, set()),
+    "buckets": (1, {"regions"}),
+    "collectives": (1, {"codecs"}),
+    "health": (1, {"profile", "telemetry"}),
+    "capacity": (1, {"profile", "telemetry"}),
+    "routes": (2, {"profile", "codecs", "collectives"}),
+    "controller": (2, {"profile", "health", "capacity", "telemetry"}),
+    "plan": (2, {"profile", "regions", "buckets", "capacity", "telemetry", "routes"}),
+    "transform": (
+        3,
+        {"profile", "buckets", "routes", "controller", "health", "capacity", "telemetry", "plan"},
+    ),
+    "replay": (3, {"profile", "health", "capacity", "controller", "telemetry"}),
+    "substrate": (3, {"routes", "capacity"}),
+    "training": (4, {"transform"}),
+    "calibrate": (4, {"profile", "transform", "replay", "telemetry"}),
+    "cli": (5, None),
+    "__init__": (5, None),
+}
+
+# The plan needs to know which routes exist; nothing else may import its own row.
+SAME_ROW = {("plan", "routes")}
+
+# Third-party packages that only some files may import; None: no file.
+RESTRICTED: dict[str, set[str] | None] = {
+    "flax": {"training"},
+    "orbax": {"training"},
+    "optuna": {"calibrate"},
+    "experiments": None,
+    "tests": None,
+    "chex": None,
+    "pytest": None,
+    "hypothesis": None,
+}
+
+MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
+
+
+def imported_names(source: str) -> set[str]:
+    """Every module that a file of the package imports, absolute, wherever the import stands."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = ".".join(filter(None, [PACKAGE if node.level else "", node.module]))
+            if origin == PACKAGE:
+                names |= {f"{origin}.{alias.name}" for alias in node.names}
+            else:
+                names.add(origin)
+    return names
+
+
+def own_imports(source: str) -> set[str]:
+    """The files of the package that a file imports; a public name counts as ``__init__``."""
+    own = set()
+    for name in imported_names(source):
+        top, *rest = name.split(".")
+        if top == PACKAGE:
+            own.add(rest[0] if rest and rest[0] in LAYERS else "__init__")
+    return own
+
+
+def foreign_imports(source: str) -> set[str]:
+    return {name.split(".")[0] for name in imported_names(source)} - {PACKAGE}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import nf_jax.codecs", {"codecs"}),
+        ("from nf_jax.codecs import pack", {"codecs"}),
+        ("from nf_jax import codecs, routes as r", {"codecs", "routes"}),
+        ("from . import codecs", {"codecs"}),
+        ("from .codecs import pack", {"codecs"}),
+        ("def f():\n    from nf_jax import codecs", {"codecs"}),
+        ("from nf_jax import guided", {"__init__"}),
+        ("import nf_jax", {"__init__"}),
+        ("import jax, numpy.linalg", set()),
+    ],
+)
+def test_every_spelling_of_an_import_is_seen(source, expected):
+    assert own_imports(source) == expected
+
+
+def test_the_table_itself_points_down_only():
+    for module, (layer, allowed) in LAYERS.items():
+        for other in allowed or ():
+            assert LAYERS[other][0] < layer or (module, other) in SAME_ROW, (module, other)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_a_file_is_in_the_table_and_imports_what_it_lists(path: Path):
+    assert path.parent == ROOT / PACKAGE, f"{path}: the package is flat"
+    assert path.stem in LAYERS, f"{path.name} has no row in the layer table"
+    allowed = LAYERS[path.stem][1]
+    if allowed is not None:
+        surplus = own_imports(path.read_text()) - allowed
+        assert not surplus, f"{path.name} imports {sorted(surplus)}; it may: {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_restricted_packages_stay_where_they_belong(path: Path):
+    for name in foreign_imports(path.read_text()) & set(RESTRICTED):
+        owners = RESTRICTED[name] or set()
+        assert path.stem in owners, f"{path.name} imports {name}; only {sorted(owners)} may"
+
+
+def test_the_profile_needs_no_jax():
+    path = ROOT / PACKAGE / "profile.py"
+    if not path.exists():
+        pytest.skip("nf_jax/profile.py does not exist")
+    assert not foreign_imports(path.read_text()) & {"jax", "jaxlib", "flax", "optax", "orbax"}
