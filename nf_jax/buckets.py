@@ -46,8 +46,7 @@ def natural_key(path: str) -> PathKey:
     # The capturing group makes text and digits alternate, so that only like is compared to like.
     split_names = (re.split(r"([0-9]+)", name) for name in path.split("/"))
     names = tuple(
-        tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
-        for parts in split_names
+        tuple(int(part) if index % 2 else part for index, part in enumerate(parts)) for parts in split_names
     )
     return names, path
 
@@ -165,9 +164,7 @@ def cut_lanes(buckets: Sequence[Sequence[int]], regions: Sequence[int]) -> tuple
     for bucket, leaves in enumerate(buckets):
         for leaf in leaves:
             lanes.setdefault((bucket, regions[leaf]), []).append(leaf)
-    return tuple(
-        LaneSlice(bucket, region, tuple(leaves)) for (bucket, region), leaves in lanes.items()
-    )
+    return tuple(LaneSlice(bucket, region, tuple(leaves)) for (bucket, region), leaves in lanes.items())
 
 
 def merge_groups(lane_keys: Sequence[Hashable], max_groups: int) -> tuple[int, ...]:
@@ -204,8 +201,7 @@ def merge_groups(lane_keys: Sequence[Hashable], max_groups: int) -> tuple[int, .
         run_of |= {lane: (key, index * num // len(lanes)) for index, lane in enumerate(lanes)}
     ids: dict[tuple[Hashable, int], int] = {}
     return tuple(
-        ids.setdefault(run_of[lane], len(ids)) if lane in run_of else -1
-        for lane in range(len(lane_keys))
+        ids.setdefault(run_of[lane], len(ids)) if lane in run_of else -1 for lane in range(len(lane_keys))
     )
 
 

@@ -370,5 +370,3 @@ def sketch(values: Array, seed: Array) -> Array:
 def _random_signs(seed: Array, shape: tuple[int, ...]) -> Array:
     bits = random_words(seed, math.prod(shape)).reshape(shape) & jnp.uint32(1)
     return jnp.where(bits != 0, jnp.float32(1), jnp.float32(-1))
-
-

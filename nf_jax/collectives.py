@@ -148,5 +148,3 @@ def _varying(value: Array) -> frozenset[str]:
 def _some(paths: Sequence[str], most: int = 5) -> str:
     listed = ", ".join(repr(path) for path in paths[:most])
     return listed if len(paths) <= most else f"{listed} and {len(paths) - most} more"
-
-

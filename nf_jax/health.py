@@ -208,9 +208,7 @@ def _is_finite(signals: Signals) -> Array:
 
 def _loss_reach(limits: HealthLimits, state: HealthState) -> Array:
     """How far from its mean the loss may go before it counts as a spike."""
-    floor = jnp.maximum(
-        jnp.abs(state.loss_mean) * _f32(_DEVIATION_FLOOR_RATIO), _f32(_DEVIATION_FLOOR)
-    )
+    floor = jnp.maximum(jnp.abs(state.loss_mean) * _f32(_DEVIATION_FLOOR_RATIO), _f32(_DEVIATION_FLOOR))
     return jnp.maximum(state.loss_deviation, floor) * _f32(limits.loss_spike_deviations)
 
 
@@ -258,9 +256,7 @@ def _learn(
     norm_mean = state.norm_mean + (norm - state.norm_mean) / norm_count
     return dict(
         loss_mean=jnp.where(heard, state.loss_mean + shift / count, state.loss_mean),
-        loss_deviation=jnp.where(
-            heard, state.loss_deviation + spread / count, state.loss_deviation
-        ),
+        loss_deviation=jnp.where(heard, state.loss_deviation + spread / count, state.loss_deviation),
         norm_mean=jnp.where(finite, norm_mean, state.norm_mean),
         num_steps=jnp.where(finite, num_steps, state.num_steps),
         num_losses=jnp.where(heard, num_losses, state.num_losses),

@@ -102,7 +102,9 @@ def plan(profile: Profile, params: Any, num_workers: int) -> Plan:
     paths = tuple(path for path, _ in named)
     shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)
     dtypes = tuple(_dtype_name(path, leaf) for path, leaf in named)
-    profile.check_model([Leaf(path=p, shape=s, dtype=d) for p, s, d in zip(paths, shapes, dtypes, strict=True)])
+    profile.check_model(
+        [Leaf(path=p, shape=s, dtype=d) for p, s, d in zip(paths, shapes, dtypes, strict=True)]
+    )
     leaf_regions = regions.assign_regions(paths, [region.pattern for region in profile.regions])
     idle = tuple(i for i, d in enumerate(dtypes) if d == "float0" or math.prod(shapes[i]) == 0)
 

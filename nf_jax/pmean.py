@@ -81,7 +81,14 @@ def pmean(
     leaves = [leaf for _, leaf in named]
     collectives.check_local([leaf for leaf in leaves if np.size(leaf)], plan.paths, axis)
     result = average(
-        plan, routes, leaves, Memory({}, {}), jnp.zeros((len(plan.groups),), bool), axis, seed=seed, keep_sent=True
+        plan,
+        routes,
+        leaves,
+        Memory({}, {}),
+        jnp.zeros((len(plan.groups),), bool),
+        axis,
+        seed=seed,
+        keep_sent=True,
     )
     return jax.tree.unflatten(treedef, result.means), jax.tree.unflatten(treedef, result.sent)
 

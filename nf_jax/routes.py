@@ -264,9 +264,7 @@ def _agree_on_scales(
     return factors, jnp.sum(sketches.reshape(len(group.lanes), -1) ** 2, axis=1)
 
 
-def _vote(
-    corrected: Array, scale: Array, codec: Codec, tie: Array, gated: bool
-) -> tuple[list[Array], Array]:
+def _vote(corrected: Array, scale: Array, codec: Codec, tie: Array, gated: bool) -> tuple[list[Array], Array]:
     """The bit planes that a worker sends of one leaf `f32[rows, cols]`, and what they stand for."""
     if not gated:
         positive = codecs.is_positive(corrected, tie)
@@ -282,9 +280,7 @@ def _level(codec: Codec, gated: bool) -> Array:
     return jnp.float32(codecs.gated_level(codec.gate) if gated else 1.0)
 
 
-def _leveled(
-    factors: Sequence[tuple[Array, Array]], group: Group, gated: bool
-) -> list[tuple[Array, Array]]:
+def _leveled(factors: Sequence[tuple[Array, Array]], group: Group, gated: bool) -> list[tuple[Array, Array]]:
     return [(row * _level(group.codec, gated), col) for row, col in factors]
 
 
@@ -451,9 +447,7 @@ def _by_lane(group: Group, values: Sequence[Array]) -> Array:
 
 def _sum_by_leaf(group: Group, values: Array) -> Array:
     by_block = values.reshape(-1, codecs.BLOCK).sum(1)
-    return jax.ops.segment_sum(
-        by_block, _leaf_of_block(group), len(group.leaves), indices_are_sorted=True
-    )
+    return jax.ops.segment_sum(by_block, _leaf_of_block(group), len(group.leaves), indices_are_sorted=True)
 
 
 def _leaf_of_block(group: Group) -> np.ndarray:

@@ -64,7 +64,11 @@ def step_info(state: Any) -> StepInfo:
     if len(found) != 1:
         raise ValueError(
             "step_info: expected a state with one aggregate_gradients in it, got "
-            + (f"{len(found)}, at {', '.join(path for path, _ in found)}; pass one of them" if found else "none")
+            + (
+                f"{len(found)}, at {', '.join(path for path, _ in found)}; pass one of them"
+                if found
+                else "none"
+            )
             + "."
         )
     ((path, aggregate),) = found

@@ -122,7 +122,9 @@ def _init(profile: Profile, plan: Plan) -> AggregateState:
         reducer_load=jnp.float32(0),
     )
     info = _info(plan, jnp.int32(-1), jnp.zeros((num_lanes,), jnp.int32), signals, *states)
-    info = info._replace(reasons=reasons, next_routes=routes, next_reasons=reasons, wire=jnp.zeros((2,), jnp.int32))
+    info = info._replace(
+        reasons=reasons, next_routes=routes, next_reasons=reasons, wire=jnp.zeros((2,), jnp.int32)
+    )
     return AggregateState(
         step=step,
         pending=jnp.zeros((len(plan.groups),), bool),
@@ -147,10 +149,17 @@ def _init_memory(plan: Plan) -> Memory:
 
 
 def _measure(
-    plan: Plan, num_regions: int, leaves: Sequence[Any], value: Any, reducer_load: Any, axis: collectives.AxisName
+    plan: Plan,
+    num_regions: int,
+    leaves: Sequence[Any],
+    value: Any,
+    reducer_load: Any,
+    axis: collectives.AxisName,
 ) -> tuple[Signals, Array]:
     """The step's signals, reduced over workers in one small all-gather, and whether all is finite."""
-    inexact = [i for i, leaf in enumerate(leaves) if i not in plan.idle and jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    inexact = [
+        i for i, leaf in enumerate(leaves) if i not in plan.idle and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
     squared = jnp.stack([_squared_norm(leaves[i]) for i in inexact] or [jnp.float32(0)])
     owners = np.asarray([plan.leaf_regions[i] for i in inexact] or [0], np.int32)
     is_bad = (~jnp.isfinite(squared)).astype(jnp.float32)

@@ -60,9 +60,7 @@ def test_any_load_leaves_a_valid_state_and_jit_changes_nothing(loads: list[float
         plain = capacity.step(LIMITS, jax.tree.map(np.asarray, state), np.asarray(load, np.float32))
         chex.assert_trees_all_equal(after, jax.tree.map(np.asarray, plain))
         assert 0 <= int(after.wait) <= 3 and bool(after.saturated) == (int(after.wait) > 0)
-        assert int(after.flips) == int(state.flips) + (
-            bool(after.saturated) ^ bool(state.saturated)
-        )
+        assert int(after.flips) == int(state.flips) + (bool(after.saturated) ^ bool(state.saturated))
         assert not load >= 0.9 or after.saturated
         state = after
 

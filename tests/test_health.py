@@ -254,9 +254,7 @@ def check(limits: HealthLimits, before: HealthState, after: HealthState) -> None
 
 
 @hypothesis.settings(max_examples=60)
-@hypothesis.given(
-    sequence=st.lists(any_signals | st.sampled_from(list(EVENTS.values())), max_size=40)
-)
+@hypothesis.given(sequence=st.lists(any_signals | st.sampled_from(list(EVENTS.values())), max_size=40))
 def test_any_signals_leave_a_valid_state(sequence: list[Signals]):
     limits = HealthLimits(**LIMITS)
     state = health.init(limits, 2, 3)
@@ -293,9 +291,7 @@ def test_extreme_limits_leave_a_valid_state():
 
 
 def test_one_trace_whatever_the_signals():
-    traced = chex.assert_max_traces(n=1)(
-        lambda *args: health.step(HealthLimits(), (0, 0, 1), *args)
-    )
+    traced = chex.assert_max_traces(n=1)(lambda *args: health.step(HealthLimits(), (0, 0, 1), *args))
     state, once = health.init(HealthLimits(), 2, 3), jax.jit(traced)
     for event in EVENTS.values():
         state = once(state, jax.tree.map(jnp.asarray, event))
@@ -311,8 +307,6 @@ def test_few_operations_are_traced_into_a_step():
     assert str(jaxpr).count(" = ") < 200
 
 
-@pytest.mark.parametrize(
-    "enumeration, texts", [(Health, health.STATES), (Trigger, health.TRIGGERS)]
-)
+@pytest.mark.parametrize("enumeration, texts", [(Health, health.STATES), (Trigger, health.TRIGGERS)])
 def test_every_value_has_a_sentence(enumeration: Any, texts: dict[Any, str]):
     assert list(texts) == list(enumeration) and all(texts.values())

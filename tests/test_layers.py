@@ -12,31 +12,46 @@ PACKAGE = "nf_jax"
 
 # File -> (layer, what it imports of the package). None: anything.
 LAYERS: dict[str, tuple[int, set[str] | None]] = {
-    "profile": (0, set()),
+    "checks": (0, set()),
+    "profile": (0, {"checks"}),
     "regions": (0, set()),
     "codecs": (0, set()),
     "telemetry": (0, set()),
     "buckets": (1, {"regions"}),
     "collectives": (1, {"codecs"}),
+    "trace": (1, {"telemetry"}),
     "health": (1, {"profile", "telemetry"}),
-    "capacity": (1, {"profile", "telemetry"}),
+    "capacity": (1, {"profile", "codecs", "telemetry"}),
     "routes": (2, {"profile", "codecs", "collectives"}),
     "controller": (2, {"profile", "health", "capacity", "telemetry"}),
-    "plan": (2, {"profile", "regions", "buckets", "capacity", "telemetry", "routes"}),
+    "plan": (3, {"profile", "regions", "codecs", "buckets", "capacity", "telemetry", "routes"}),
+    "pmean": (4, {"profile", "regions", "collectives", "routes", "plan"}),
+    "state": (5, {"regions", "collectives", "health", "capacity", "telemetry", "pmean"}),
     "transform": (
-        3,
-        {"profile", "buckets", "routes", "controller", "health", "capacity", "telemetry", "plan"},
+        6,
+        {
+            "profile",
+            "regions",
+            "collectives",
+            "health",
+            "capacity",
+            "controller",
+            "telemetry",
+            "plan",
+            "pmean",
+            "state",
+        },
     ),
-    "replay": (3, {"profile", "health", "capacity", "controller", "telemetry"}),
-    "substrate": (3, {"routes", "capacity"}),
-    "training": (4, {"transform"}),
-    "calibrate": (4, {"profile", "transform", "replay", "telemetry"}),
-    "cli": (5, None),
-    "__init__": (5, None),
+    "replay": (6, {"profile", "health", "capacity", "controller", "telemetry", "trace"}),
+    "substrate": (6, {"routes", "capacity"}),
+    "training": (7, {"collectives", "state", "transform"}),
+    "calibrate": (7, {"profile", "transform", "replay", "telemetry", "trace"}),
+    "cli": (8, None),
+    "__init__": (8, None),
 }
 
-# The plan needs to know which routes exist; nothing else may import its own row.
-SAME_ROW = {("plan", "routes")}
+# The only import inside a row: the profile's schema stands on the checks that any file needs.
+SAME_ROW = {("profile", "checks")}
 
 # Third-party packages that only some files may import; None: no file.
 RESTRICTED: dict[str, set[str] | None] = {

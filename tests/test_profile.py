@@ -94,9 +94,7 @@ STEPS = st.integers(1, 2**31 - 1)
 SIZES = st.integers(1, 2**63 - 1)
 LIMITS = st.floats(1.5, 1e38)
 NAMES = st.from_regex("[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
-LEAVES = st.builds(
-    Leaf, path=TEXT, shape=st.lists(st.integers(0, 2**63 - 1), max_size=3), dtype=SOME_TEXT
-)
+LEAVES = st.builds(Leaf, path=TEXT, shape=st.lists(st.integers(0, 2**63 - 1), max_size=3), dtype=SOME_TEXT)
 
 
 @st.composite
@@ -140,8 +138,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         health=draw(st.builds(HealthLimits, warmup_steps=STEPS, norm_jump_ratio=LIMITS)),
         capacity=CapacityLimits(max_reducer_load=most, resume_reducer_load=resume),
         target=draw(
-            st.none()
-            | st.builds(Target, metric=SOME_TEXT, reference=FINITE, tolerance=st.floats(0, 1e300))
+            st.none() | st.builds(Target, metric=SOME_TEXT, reference=FINITE, tolerance=st.floats(0, 1e300))
         ),
         provenance=draw(
             st.none()
@@ -342,9 +339,7 @@ def test_a_folder_or_an_impossible_path_is_a_value_error(tmp_path: Path):
 
 def test_a_text_with_too_many_problems_lists_ten_and_a_count():
     with pytest.raises(ValueError) as caught:
-        Profile.loads(
-            GOOD + "[other]\n" + "[capacity2]\n" + "".join(f"[x{i}]\n" for i in range(20))
-        )
+        Profile.loads(GOOD + "[other]\n" + "[capacity2]\n" + "".join(f"[x{i}]\n" for i in range(20)))
     assert str(caught.value).splitlines()[-1] == "  and 12 more"
     assert len(str(caught.value).splitlines()) == 12
 
