@@ -39,7 +39,7 @@ def pack_bits(bits: Array) -> Array:
     *lead, num = bits.shape
     blocks = bits.reshape(*lead, num // BLOCK, WORD_BITS, LANE_WORDS).astype(jnp.uint32)
     words = jnp.sum(blocks << _bit_index(), axis=-2, dtype=jnp.uint32)
-    return words.reshape(*lead, num // WORD_BITS)
+    return _materialized(words.reshape(*lead, num // WORD_BITS))
 
 
 def unpack_bits(words: Array) -> Array:
@@ -67,6 +67,11 @@ def random_words(seed: Array, num_words: int) -> Array:
     return _mix(seed + jnp.arange(num_words, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
 
 
+def _materialized(words: Array) -> Array:
+    """Keeps XLA from fusing the making of words into their unpacking: every bit would make its word anew."""
+    return lax.optimization_barrier(words)
+
+
 def _bit_index() -> Array:
     return jnp.arange(WORD_BITS, dtype=jnp.uint32)[:, None]
 
@@ -76,6 +81,30 @@ def _mix(state: Array) -> Array:
     for multiplier in (0x7FEB352D, 0x846CA68B):
         state = (state ^ (state >> jnp.uint32(16))) * jnp.uint32(multiplier)
     return state ^ (state >> jnp.uint32(15))
+
+
+# -------------------------------------------------------------------------------------------- bfloat16
+
+
+def to_bf16_words(values: Array) -> Array:
+    """Rounds `f32[...]` to bfloat16, to nearest even, as `uint16[...]`: the upper half of each number.
+
+    Integer arithmetic, because XLA on CPU converts numbers one by one and widens bf16 collectives to f32. A
+    finite value stays finite (clipped to bfloat16's range); NaN and infinity stay what they are.
+    """
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    odd = (bits >> jnp.uint32(16)) & jnp.uint32(1)
+    rounded = (bits + jnp.uint32(0x7FFF) + odd) >> jnp.uint32(16)
+    magnitude = bits & jnp.uint32(0x7FFFFFFF)
+    sign = (bits >> jnp.uint32(16)) & jnp.uint32(0x8000)
+    clipped = jnp.where(magnitude > jnp.uint32(0x7F7F7FFF), sign | jnp.uint32(0x7F7F), rounded)
+    special = jnp.where(magnitude > jnp.uint32(0x7F800000), jnp.uint32(0x7FC0), sign | jnp.uint32(0x7F80))
+    return jnp.where(magnitude >= jnp.uint32(0x7F800000), special, clipped).astype(jnp.uint16)
+
+
+def from_bf16_words(words: Array) -> Array:
+    """`uint16[...]` -> `f32[...]`: the inverse of `to_bf16_words`, exact."""
+    return lax.bitcast_convert_type(words.astype(jnp.uint32) << jnp.uint32(16), jnp.float32)
 
 
 # --------------------------------------------------------------------------------------------- counting
@@ -96,7 +125,7 @@ def count_votes(votes: Array) -> Array:
         if numbers.shape[0] % 2:
             numbers = jnp.concatenate([numbers, jnp.zeros_like(numbers[:1])])
         numbers = _add_planes(numbers[0::2], numbers[1::2])
-    return numbers[0, : num_votes.bit_length()]
+    return _materialized(numbers[0, : num_votes.bit_length()])
 
 
 def _add_planes(a: Array, b: Array) -> Array:
@@ -128,7 +157,7 @@ def majority_words(planes: Array, num_votes: int, ties: Array) -> Array:
         else:
             above = above | (equal & planes[p])
             equal = equal & ~planes[p]
-    return above if num_votes % 2 else above | (equal & ties)
+    return _materialized(above if num_votes % 2 else above | (equal & ties))
 
 
 def decode_counts(planes: Array, num_votes: int) -> Array:
@@ -203,7 +232,7 @@ def gated_level(gate: float) -> float:
 
 
 def decode_levels(words: Array, levels: Levels) -> Array:
-    """`uint32[..., bits, m]` (sign plane, then magnitude plane) -> `f32[..., 32 * m]` in units of the level."""
+    """`uint32[..., bits, m]` (sign, then magnitude plane) -> `f32[..., 32 * m]`, units of the level."""
     sign = jnp.where(unpack_bits(words[..., 0, :]), jnp.float32(1), jnp.float32(-1))
     if levels.threshold is None:
         return sign
@@ -230,6 +259,11 @@ class Segment:
     @property
     def size(self) -> int:
         return self.rows * self.cols
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The form in which the leaf is worked on; no axis of length 1, which no backend likes innermost."""
+        return (self.rows,) if self.cols == 1 else (self.rows, self.cols)
 
     @property
     def shard_rows(self) -> int:
@@ -263,18 +297,17 @@ def make_segment(shape: tuple[int, ...], num_workers: int, scale: str) -> Segmen
     if scale == "auto":
         cheap = size > 0 and (rows + cols) / (2 * size) < 0.005 and rows >= num_workers
         scale = "rank1" if cheap and len(shape) > 1 else "leaf"
-    if scale == "leaf" or len(shape) < 2 or rows < num_workers:
+    if len(shape) < 2 or rows < num_workers:
         return Segment(num_workers, size, 1, "leaf")
     return Segment(num_workers, rows, cols, scale)
 
 
 def to_shards(matrix: Array, segment: Segment) -> Array:
-    """`[rows, cols]` -> `[W, shard_size]`, padded with zeros (False)."""
+    """`[*matrix_shape]` -> `[W, shard_size]`, padded with zeros (False)."""
     missing = segment.num_workers * segment.shard_rows - segment.rows
     if missing:
-        matrix = jnp.pad(matrix, ((0, missing), (0, 0)))
-    shards = matrix.reshape(segment.num_workers, segment.shard_rows * segment.cols)
-    return pad_shard(shards, segment)
+        matrix = jnp.pad(matrix, [(0, missing)] + [(0, 0)] * (matrix.ndim - 1))
+    return pad_shard(matrix.reshape(segment.num_workers, -1), segment)
 
 
 def pad_shard(shards: Array, segment: Segment) -> Array:
@@ -286,9 +319,9 @@ def pad_shard(shards: Array, segment: Segment) -> Array:
 
 
 def from_shards(shards: Array, segment: Segment) -> Array:
-    """`[W, shard_size]` -> `[rows, cols]`: the inverse of `to_shards`."""
+    """`[W, shard_size]` -> `[*matrix_shape]`: the inverse of `to_shards`."""
     kept = shards[:, : segment.shard_rows * segment.cols]
-    return kept.reshape(-1, segment.cols)[: segment.rows]
+    return kept.reshape(-1, *segment.matrix_shape[1:])[: segment.rows]
 
 
 # ----------------------------------------------------------------------------------------------- scales
@@ -298,7 +331,7 @@ def local_scale(magnitude: Array, scale: str) -> Array:
     """One worker's scale of a leaf: means of |values| over the leaf, its rows, its columns, or both.
 
     Args:
-      magnitude: `f32[rows, cols]`, |gradient + residual|.
+      magnitude: `f32[*Segment.matrix_shape]`, |gradient + residual|.
       scale: "leaf", "row", "channel" (a column is an output channel) or "rank1".
 
     Returns:
@@ -312,15 +345,18 @@ def local_scale(magnitude: Array, scale: str) -> Array:
 
 
 def scale_factors(agreed: Array, segment: Segment) -> tuple[Array, Array]:
-    """The agreed scale as two factors, `row[rows or 1, 1] * col[1, cols or 1]`.
+    """The agreed scale as two factors whose product broadcasts over the leaf's matrix.
 
     A non-finite entry anywhere makes every entry NaN: a leaf with a NaN or an overflow on any worker must
     come back non-finite as a whole (a sign would hide it).
+
+    Returns:
+      `row`, `f32[rows or 1, 1]`, and `col`, `f32[1, cols or 1]`; of one axis where the matrix has one.
     """
     poison = jnp.sum(agreed * jnp.float32(0))
-    one = jnp.ones((1, 1), jnp.float32)
+    one = jnp.ones((1,) * len(segment.matrix_shape), jnp.float32)
     if segment.scale == "leaf":
-        return (agreed + poison).reshape(1, 1), one
+        return one * (agreed + poison), one
     if segment.scale == "row":
         return (agreed + poison)[:, None], one
     if segment.scale == "channel":
@@ -333,12 +369,16 @@ def scale_factors(agreed: Array, segment: Segment) -> tuple[Array, Array]:
 
 def shard_scale(row: Array, col: Array, segment: Segment, index: Array) -> Array:
     """The scale of shard `index`, element by element, zero on pads: `f32[shard_size]`."""
-    padded_rows = segment.num_workers * segment.shard_rows
-    row = jnp.broadcast_to(row, (segment.rows, 1))
-    row = jnp.pad(row, ((0, padded_rows - segment.rows), (0, 0)))
-    row = lax.dynamic_slice_in_dim(row, index * segment.shard_rows, segment.shard_rows)
-    scale = row * jnp.broadcast_to(col, (1, segment.cols))
-    return pad_shard(scale.reshape(-1), segment)
+    first = index * segment.shard_rows
+    row = row.reshape(-1)
+    if row.shape[0] == segment.rows:
+        padded = jnp.pad(row, (0, segment.num_workers * segment.shard_rows - segment.rows))
+        row = lax.dynamic_slice_in_dim(padded, first, segment.shard_rows)
+    else:
+        is_row = first + jnp.arange(segment.shard_rows, dtype=first.dtype) < segment.rows
+        row = jnp.where(is_row, row, jnp.float32(0))
+    scale = row[:, None] * jnp.broadcast_to(col.reshape(1, -1), (1, segment.cols))
+    return lax.optimization_barrier(pad_shard(scale.reshape(-1), segment))
 
 
 # --------------------------------------------------------------------------------------------- sketches
@@ -362,7 +402,7 @@ def sketch(values: Array, seed: Array) -> Array:
     width = WORD_BITS * SKETCH_SIZE
     missing = -flat.shape[0] % width
     blocks = jnp.pad(flat, (0, missing)).reshape(-1, WORD_BITS, SKETCH_SIZE)
-    inner = _random_signs(seed, (WORD_BITS, 1))
+    inner = _random_signs(seed, (WORD_BITS, SKETCH_SIZE))
     outer = _random_signs(seed ^ jnp.uint32(0x5BD1E995), (blocks.shape[0], SKETCH_SIZE))
     return jnp.sum(jnp.sum(blocks * inner, axis=1) * outer, axis=0)
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from nf_jax import codecs
+
 AxisName = str | tuple[str, ...]
 
 
@@ -84,15 +86,28 @@ def worker_index(axis: AxisName) -> Array:
 
 
 def mean_exact(leaves: Sequence[Array], axis: AxisName) -> list[Array]:
-    """The plain mean over workers, one variadic all-reduce, no copy. `f16`/`bf16` leaves travel as f32."""
-    if not leaves:
-        return []
-    return list(lax.pmean(tuple(leaves), axis))
+    """The plain mean over workers in the leaves' own dtypes: one variadic all-reduce, no copy."""
+    return list(lax.pmean(tuple(leaves), axis)) if leaves else []
 
 
-def sum_integers(leaves: Sequence[Array], axis: AxisName) -> list[Array]:
-    """The sum over workers of integer leaves, in their own dtype."""
-    return list(lax.psum(tuple(leaves), axis)) if leaves else []
+def mean_leaves(leaves: Sequence[Array], axis: AxisName) -> list[Array]:
+    """The plain mean of leaves of any numeric dtype, in that dtype.
+
+    `f16` and `bf16` are summed in f32, so that the sum loses and overflows nothing; integers are summed
+    as integers and their mean is rounded to the nearest.
+    """
+    if lax.axis_size(axis) == 1 and not is_checked(axis):
+        return list(leaves)
+    wide = [
+        leaf.astype(jnp.float32) if leaf.dtype in (jnp.bfloat16, jnp.float16) else leaf for leaf in leaves
+    ]
+    inexact = [i for i, leaf in enumerate(wide) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    integers = [i for i in range(len(wide)) if i not in set(inexact)]
+    means = dict(zip(inexact, mean_exact([wide[i] for i in inexact], axis), strict=True))
+    if integers:
+        sums = lax.psum(tuple(wide[i] for i in integers), axis)
+        means |= {i: jnp.round(s / lax.axis_size(axis)) for i, s in zip(integers, sums, strict=True)}
+    return [means[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
 
 
 def exchange(shards: Array, axis: AxisName) -> Array:
@@ -121,20 +136,11 @@ def agree(values: Array, axis: AxisName) -> Array:
     """
     num_workers = lax.axis_size(axis)
     if num_workers == 2:
-        return _from_wire(gather(_to_wire(values), axis)).mean(0)
+        return codecs.from_bf16_words(gather(codecs.to_bf16_words(values), axis)).mean(0)
     size = -(-values.shape[0] // num_workers)
     padded = jnp.pad(values, (0, num_workers * size - values.shape[0])).reshape(num_workers, size)
-    mean = _from_wire(exchange(_to_wire(padded), axis)).mean(0)
-    return _from_wire(gather(_to_wire(mean), axis)).reshape(-1)[: values.shape[0]]
-
-
-def _to_wire(values: Array) -> Array:
-    # As integers: XLA on CPU widens bf16 collectives to f32.
-    return lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
-
-
-def _from_wire(words: Array) -> Array:
-    return lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
+    mean = codecs.from_bf16_words(exchange(codecs.to_bf16_words(padded), axis)).mean(0)
+    return codecs.from_bf16_words(gather(codecs.to_bf16_words(mean), axis)).reshape(-1)[: values.shape[0]]
 
 
 def _names(axis: AxisName) -> frozenset[str]:

@@ -23,6 +23,8 @@ from nf_jax.telemetry import Lanes, Reason
 MAX_GROUPS = 16
 # A leaf whose shards are padded by more than this part of it stays exact: the pads would cost its gain.
 MAX_PAD_RATIO = 0.25
+# Alike leaves up to this many elements are worked on as one array; larger ones would pay for the copy.
+MAX_STACKED_SIZE = 2**16
 _PACKABLE = ("float32", "bfloat16", "float16")
 
 
@@ -224,12 +226,18 @@ def _group(
         for leaf in slices[lane].leaf_indices
         if leaf in segments
     ]
+    kinds: dict[Any, list[tuple[int, int]]] = {}
+    for position, leaf in members:
+        alone = segments[leaf].size > MAX_STACKED_SIZE
+        kinds.setdefault((segments[leaf], leaf if alone else None), []).append((position, leaf))
+    members = [member for kind in kinds.values() for member in kind]
     region = slices[lanes[0]].region
     return Group(
         lanes=tuple(lanes),
         leaves=tuple(leaf for _, leaf in members),
         segments=tuple(segments[leaf] for _, leaf in members),
         lane_of_leaf=tuple(position for position, _ in members),
+        stacks=tuple(len(kind) for kind in kinds.values()),
         codec=profile.regions[region].codec,
         routes=profile.routes_of(region),
     )
@@ -253,9 +261,13 @@ def _wire_bytes(
         for route in Route:
             before = 0
             for position, lane in enumerate(group.lanes):
-                num = sum(owner <= position for owner in group.lane_of_leaf)
+                owned = zip(group.segments, group.lane_of_leaf, strict=True)
                 upto = capacity.group_bytes(
-                    route, group.segments[:num], position + 1, group.codec, num_workers
+                    route,
+                    [segment for segment, owner in owned if owner <= position],
+                    position + 1,
+                    group.codec,
+                    num_workers,
                 )
                 rows[lane][route] += upto - before
                 before = upto

@@ -17,7 +17,7 @@ from jax import Array, lax
 from nf_jax import collectives, regions
 from nf_jax.plan import Plan
 from nf_jax.profile import Route
-from nf_jax.routes import ROUTES, Averaged, Given, Group, settle_fp32
+from nf_jax.routes import ROUTES, Averaged, Given, Group, settle_fp32, stack_leaves, unstack
 
 
 class Memory(NamedTuple):
@@ -79,7 +79,8 @@ def pmean(
     check_tree(plan, named)
     collectives.check_axis(axis, plan.num_workers)
     leaves = [leaf for _, leaf in named]
-    collectives.check_local([leaf for leaf in leaves if np.size(leaf)], plan.paths, axis)
+    moving = [i for i in range(len(leaves)) if i not in plan.idle]
+    collectives.check_local([leaves[i] for i in moving], [plan.paths[i] for i in moving], axis)
     result = average(
         plan,
         routes,
@@ -123,9 +124,12 @@ def average(
     """
     pinned = None if isinstance(routes, Array) else _pinned(plan, routes)
     if pinned is None:
+        _check_length(plan, np.shape(routes))
         collectives.check_uniform(jnp.asarray(routes), axis, "the route")
     means, sent = list(leaves), list(leaves)
-    for index, mean in zip(plan.exact, _mean_exact(plan, leaves, axis), strict=True):
+    for index, mean in zip(
+        plan.exact, collectives.mean_leaves([leaves[i] for i in plan.exact], axis), strict=True
+    ):
         means[index] = mean
     memory = Memory(dict(memory.residual), dict(memory.server_residual))
     agreement = jnp.full((plan.num_lanes,), -1, jnp.float32)
@@ -133,18 +137,25 @@ def average(
     still_pending = []
     for number, group in enumerate(plan.groups):
         route = pinned[group.lanes[0]] if pinned is not None else jnp.asarray(routes)[group.lanes[0]]
+        paths = [plan.paths[i] for i in group.leaves]
         operands = _Operands(
             [leaves[i] for i in group.leaves],
-            _select(memory.residual, plan, group) if group.keeps_residual else {},
-            _select(memory.server_residual, plan, group) if group.keeps_server_residual else {},
+            _stack_residuals(group, [memory.residual.get(path) for path in paths]),
+            _join_servers(group, [memory.server_residual.get(path) for path in paths]),
             jnp.asarray(ok),
             jnp.asarray(seed, jnp.uint32),
         )
         outcome = _switch(group, route, pending[number], operands, axis, keep_sent)
-        for index, mean, part in zip(group.leaves, outcome.means, outcome.sent or outcome.means, strict=True):
-            means[index], sent[index] = mean, part
-        memory.residual.update(outcome.residuals)
-        memory.server_residual.update(outcome.servers)
+        shapes = [plan.shapes[i] for i in group.leaves]
+        for index, mean in zip(group.leaves, outcome.means, strict=True):
+            means[index] = mean
+        if keep_sent:
+            for index, part in zip(group.leaves, unstack(outcome.sent, shapes), strict=True):
+                sent[index] = part
+        if outcome.residuals:
+            memory.residual.update(zip(paths, unstack(outcome.residuals, shapes), strict=True))
+        if outcome.server is not None:
+            memory.server_residual.update(zip(paths, _split_server(group, outcome.server), strict=True))
         lanes = np.asarray(group.lanes)
         agreement = agreement.at[lanes].set(outcome.agreement)
         residual_ratio = residual_ratio.at[lanes].set(outcome.residual_ratio)
@@ -161,8 +172,8 @@ def average(
 
 class _Operands(NamedTuple):
     gradients: list[Array]
-    residuals: dict[str, Array]
-    servers: dict[str, Array]
+    residuals: list[Array]
+    server: Array | None
     ok: Array
     seed: Array
 
@@ -170,8 +181,8 @@ class _Operands(NamedTuple):
 class _Outcome(NamedTuple):
     means: list[Array]
     sent: list[Array]
-    residuals: dict[str, Array]
-    servers: dict[str, Array]
+    residuals: list[Array]
+    server: Array | None
     agreement: Array
     residual_ratio: Array
 
@@ -185,7 +196,7 @@ def _switch(
     keep_sent: bool,
 ) -> _Outcome:
     """One of the group's routes, by number; FP32 has a branch of its own while residuals are pending."""
-    has_memory = bool(operands.residuals or operands.servers)
+    has_memory = bool(operands.residuals) or operands.server is not None
     functions = [ROUTES[r] for r in group.routes]
     if has_memory and Route.FP32 in group.routes:
         functions.append(settle_fp32)
@@ -209,22 +220,20 @@ def _branch(
     function: Callable[..., Averaged], group: Group, axis: collectives.AxisName, keep_sent: bool
 ) -> Callable[[_Operands], _Outcome]:
     def run(operands: _Operands) -> _Outcome:
-        residuals, servers = operands.residuals, operands.servers
-        given = Given(
-            operands.gradients,
-            [leaf.astype(jnp.float32) for leaf in residuals.values()] if residuals else None,
-            jnp.concatenate(list(servers.values())) if servers else None,
-            operands.seed,
-        )
-        averaged = function(group, given, axis)
+        residuals, server = operands.residuals, operands.server
+        wide = [stack.astype(jnp.float32) for stack in residuals] or None
+        averaged = function(group, Given(operands.gradients, wide, server, operands.seed), axis)
         if function is not ROUTES[Route.FP32]:
-            residuals = _update(operands.ok, residuals, averaged.residuals)
-            servers = _update(operands.ok, servers, _split_server(group, averaged.server))
+            residuals = [
+                _update(operands.ok, old, new)
+                for old, new in zip(residuals, averaged.residuals or residuals, strict=True)
+            ]
+            server = None if server is None else _update(operands.ok, server, averaged.server)
         return _Outcome(
             [m.astype(g.dtype) for m, g in zip(averaged.means, operands.gradients, strict=True)],
-            [collectives.varying(leaf, axis) for leaf in averaged.sent] if keep_sent else [],
-            {path: collectives.varying(leaf, axis) for path, leaf in residuals.items()},
-            {path: collectives.varying(leaf, axis) for path, leaf in servers.items()},
+            [collectives.varying(stack, axis) for stack in averaged.sent] if keep_sent else [],
+            [collectives.varying(stack, axis) for stack in residuals],
+            None if server is None else collectives.varying(server, axis),
             averaged.agreement,
             averaged.residual_ratio,
         )
@@ -232,50 +241,43 @@ def _branch(
     return run
 
 
-def _update(ok: Array, old: dict[str, Array], new: Sequence[Array] | None) -> dict[str, Array]:
-    """New residuals where the step was sound; chosen, never multiplied: a NaN times zero is a NaN."""
-    if not old or new is None:
-        return old
-    return {
-        path: jnp.where(ok, leaf.astype(kept.dtype), kept)
-        for (path, kept), leaf in zip(old.items(), new, strict=True)
-    }
+def _update(ok: Array, old: Array, new: Array | None) -> Array:
+    """The new residual where the step was sound; chosen, never multiplied: a NaN times zero is a NaN."""
+    return old if new is None else jnp.where(ok, new.astype(old.dtype), old)
 
 
-def _split_server(group: Group, server: Array | None) -> list[Array] | None:
-    if server is None:
+def _stack_residuals(group: Group, residuals: Sequence[Array | None]) -> list[Array]:
+    if not group.keeps_residual or any(residual is None for residual in residuals):
+        return []
+    return stack_leaves(group, [residual for residual in residuals if residual is not None])
+
+
+def _join_servers(group: Group, servers: Sequence[Array | None]) -> Array | None:
+    if not group.keeps_server_residual or any(server is None for server in servers):
         return None
+    return jnp.concatenate([server for server in servers if server is not None])
+
+
+def _split_server(group: Group, server: Array) -> list[Array]:
     cuts = np.cumsum([segment.shard_size for segment in group.segments])[:-1].tolist()
     return jnp.split(server, cuts)
 
 
-def _select(memory: dict[str, Array], plan: Plan, group: Group) -> dict[str, Array]:
-    return {plan.paths[i]: memory[plan.paths[i]] for i in group.leaves if plan.paths[i] in memory}
-
-
-def _mean_exact(plan: Plan, leaves: Sequence[Any], axis: collectives.AxisName) -> list[Array]:
-    """The plain mean of the leaves that are always exact, in their own dtypes."""
-    values = [leaves[i] for i in plan.exact]
-    if plan.num_workers == 1:
-        return [lax.pmean(value, axis) if collectives.is_checked(axis) else value for value in values]
-    inexact = [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
-    integers = [i for i in range(len(values)) if i not in set(inexact)]
-    half = (jnp.bfloat16, jnp.float16)
-    wide = [values[i].astype(jnp.float32) if values[i].dtype in half else values[i] for i in inexact]
-    means = list(values)
-    for i, mean in zip(inexact, collectives.mean_exact(wide, axis), strict=True):
-        means[i] = mean.astype(values[i].dtype)
-    for i, total in zip(integers, collectives.sum_integers([values[i] for i in integers], axis), strict=True):
-        means[i] = jnp.round(total / plan.num_workers).astype(values[i].dtype)
-    return means
+def _check_length(plan: Plan, shape: tuple[int, ...]) -> None:
+    if shape != (plan.num_lanes,):
+        raise ValueError(
+            f"routes: expected one route for each of the {plan.num_lanes} lanes, got shape {shape}"
+        )
 
 
 def _pinned(plan: Plan, routes: Sequence[int]) -> tuple[int, ...]:
     pinned = tuple(int(route) for route in routes)
-    if len(pinned) != plan.num_lanes:
-        raise ValueError(
-            f"routes: expected one route for each of the {plan.num_lanes} lanes, got {len(pinned)}"
-        )
+    _check_length(plan, (len(pinned),))
+    exact = [
+        name for name, g, r in zip(plan.lanes.names, plan.lanes.groups, pinned, strict=True) if g < 0 and r
+    ]
+    if exact:
+        raise ValueError(f"routes: expected FP32 for the lanes that can only be exact, not so: {exact}")
     for number, group in enumerate(plan.groups):
         asked = {pinned[lane] for lane in group.lanes}
         if len(asked) > 1 or not asked <= {int(route) for route in group.routes}:

@@ -31,9 +31,11 @@ class Group:
 
     Attributes:
       lanes: indices of its lanes in the plan.
-      leaves: indices of its packable leaves in the flattened tree.
+      leaves: indices of its packable leaves in the flattened tree, those of a stack side by side.
       segments: how each of these leaves is cut into shards.
       lane_of_leaf: for each of these leaves, the position of its lane in `lanes`.
+      stacks: how many leaves each stack has. Leaves of one stack are alike and are worked on as one array,
+        which keeps the compiled program small.
       codec: the codec settings of its region.
       routes: the routes that it can ever take.
     """
@@ -42,6 +44,7 @@ class Group:
     leaves: tuple[int, ...]
     segments: tuple[Segment, ...]
     lane_of_leaf: tuple[int, ...]
+    stacks: tuple[int, ...]
     codec: Codec
     routes: tuple[Route, ...]
 
@@ -59,17 +62,18 @@ class Group:
         return self.codec.server_error_feedback and (requantizes or Route.BF16 in self.routes)
 
     @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each leaf's shard begins among the group's, in words; the last entry is their sum."""
-        return tuple(np.cumsum([0, *(segment.shard_words for segment in self.segments)]).tolist())
+    def stack_segments(self) -> list[Segment]:
+        """The segment that the leaves of each stack share."""
+        starts = np.cumsum([0, *self.stacks[:-1]]).tolist()
+        return [self.segments[start] for start in starts]
 
 
 class Given(NamedTuple):
-    """What a route is given.
+    """What a route is given. A *stack* holds leaves that are alike, `f32[k, *matrix_shape]`.
 
     Attributes:
       gradients: local gradients, `[*shape]` in their own dtype; differ between workers.
-      residuals: what the worker has not sent yet, `f32[*shape]`, or None without error feedback.
+      residuals: what the worker has not sent yet, stacks; None without error feedback.
       server: what the worker as reducer has not sent yet, `f32[sum of shard sizes]`, or None.
       seed: `uint32[]`, the same on all workers, another at every step.
     """
@@ -85,8 +89,8 @@ class Averaged(NamedTuple):
 
     Attributes:
       means: `f32[*shape]`, the same bits on all workers.
-      sent: `f32[*shape]`, this worker's share of the mean as the others understood it.
-      residuals: `f32[*shape]`, gradient + old residual - sent; None without error feedback.
+      sent: stacks, this worker's share of the mean as the others understood it.
+      residuals: stacks, gradient + old residual - sent; None without error feedback.
       server: the new server residual, or None.
       agreement: `f32[lanes]`, mean |votes| in [0, 1]; -1 where nothing was voted.
       residual_ratio: `f32[lanes]`, RMS over workers of the residual norm / norm of the mean gradient.
@@ -94,7 +98,7 @@ class Averaged(NamedTuple):
 
     means: list[Array]
     sent: list[Array]
-    residuals: list[Array] | None
+    residuals: Sequence[Array] | None
     server: Array | None
     agreement: Array
     residual_ratio: Array
@@ -105,10 +109,10 @@ class Averaged(NamedTuple):
 
 def average_fp32(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
     """The plain mean; residuals are left as they are (`settle_fp32` pays them out)."""
-    local = [gradient.astype(jnp.float32) for gradient in given.gradients]
-    means = collectives.mean_exact(local, axis)
-    residuals = list(given.residuals) if given.residuals is not None else None
-    return Averaged(means, local, residuals, given.server, *_nothing_voted(group))
+    means = collectives.mean_exact(_wide(given), axis)
+    return Averaged(
+        means, stack_leaves(group, _wide(given)), given.residuals, given.server, *_nothing_voted(group)
+    )
 
 
 def settle_fp32(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
@@ -117,31 +121,32 @@ def settle_fp32(group: Group, given: Given, axis: collectives.AxisName) -> Avera
     Draining costs no extra bytes: a worker adds its residual to its gradient, and, where it reduced a
     shard, `W` times what it still owes there.
     """
-    local = _corrected(given)
-    if group.codec.on_fallback == "drop":
-        local = [gradient.astype(jnp.float32) for gradient in given.gradients]
-    elif given.server is not None:
-        local = [
-            leaf + owed.reshape(leaf.shape)
-            for leaf, owed in zip(local, _owed(group, given.server, axis), strict=True)
-        ]
+    local = stack_leaves(group, _wide(given))
+    if group.codec.on_fallback == "drain":
+        local = _corrected(group, given)
+        if given.server is not None:
+            owed = _owed(group, given.server, axis)
+            local = [stack + part for stack, part in zip(local, owed, strict=True)]
     means = collectives.mean_exact(local, axis)
-    zeros = [jnp.zeros_like(leaf) for leaf in local] if given.residuals is not None else None
+    zeros = [jnp.zeros_like(stack) for stack in local] if given.residuals is not None else None
     server = None if given.server is None else jnp.zeros_like(given.server)
-    return Averaged(means, local, zeros, server, *_nothing_voted(group))
+    return Averaged(_natural(given, means), local, zeros, server, *_nothing_voted(group))
 
 
 def _owed(group: Group, server: Array, axis: collectives.AxisName) -> list[Array]:
-    """`W` times the server residual, at the elements this worker reduces, as leaves in their matrix form."""
+    """`W` times the server residual, at the elements this worker reduces, zero elsewhere: stacks."""
     index, owed = collectives.worker_index(axis), []
-    for part, segment in zip(_split(server, group, codecs.WORD_BITS), group.segments, strict=True):
-        rows = part[: segment.shard_rows * segment.cols].reshape(-1, segment.cols)
-        whole = jnp.zeros((segment.num_workers * segment.shard_rows, segment.cols), jnp.float32)
-        whole = collectives.varying(whole, axis)
+    for segment, part in zip(group.stack_segments, _split(server, group, codecs.WORD_BITS), strict=True):
+        rows = part[:, : segment.shard_rows * segment.cols]
+        rows = rows.reshape(part.shape[0], segment.shard_rows, *segment.matrix_shape[1:])
+        shape = (part.shape[0], segment.num_workers * segment.shard_rows, *segment.matrix_shape[1:])
         whole = lax.dynamic_update_slice_in_dim(
-            whole, rows * jnp.float32(segment.num_workers), index * segment.shard_rows, 0
+            collectives.varying(jnp.zeros(shape, jnp.float32), axis),
+            rows * jnp.float32(segment.num_workers),
+            index * segment.shard_rows,
+            1,
         )
-        owed.append(whole[: segment.rows])
+        owed.append(whole[:, : segment.rows])
     return owed
 
 
@@ -150,49 +155,27 @@ def _owed(group: Group, server: Array, axis: collectives.AxisName) -> list[Array
 
 def average_bf16(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
     """Two bytes an element both ways, summed in f32; both roundings have their residual."""
-    corrected = _corrected(given)
-    rounded = [_round_bf16(leaf) for leaf in corrected]
-    sent = [leaf.astype(jnp.float32) for leaf in rounded]
-    shards = [
-        codecs.to_shards(_bits16(leaf).reshape(segment.rows, segment.cols), segment)
-        for leaf, segment in zip(rounded, group.segments, strict=True)
-    ]
-    received = collectives.exchange(jnp.concatenate(shards, axis=1), axis)
-    total = _from_bits16(received).mean(0)
+    corrected = _corrected(group, given)
+    words = lax.optimization_barrier([codecs.to_bf16_words(stack) for stack in corrected])
+    sent = [codecs.from_bf16_words(stack) for stack in words]
+    received = collectives.exchange(_shards(group, words), axis)
+    mean = codecs.from_bf16_words(received).mean(0)
     if given.server is not None:
-        total = total + given.server
-    down = _round_bf16(total)
-    server = None if given.server is None else total - down.astype(jnp.float32)
+        mean = mean + given.server
+    down = lax.optimization_barrier(codecs.to_bf16_words(mean))
+    server = None if given.server is None else mean - codecs.from_bf16_words(down)
     residuals, squared = _residuals(group, given, corrected, sent)
-    gathered = collectives.gather(
-        jnp.concatenate([_bits16(down), lax.bitcast_convert_type(squared, jnp.uint16).reshape(-1)]), axis
-    )
-    size = down.shape[0]
-    flat = _from_bits16(gathered[:, :size])
-    means = [
-        _poisoned(codecs.from_shards(part, segment))
-        for part, segment in zip(_split(flat, group, codecs.WORD_BITS), group.segments, strict=True)
-    ]
-    squared = _as_f32(gathered[:, size:].reshape(gathered.shape[0], -1, 2)).sum(0)
-    norms = _by_lane(group, [jnp.sum(mean * mean) for mean in means])
-    no_votes = jnp.full((len(group.lanes),), -1, jnp.float32)
-    ratio = _ratio(squared / jnp.float32(gathered.shape[0]), norms)
+    statistics = lax.bitcast_convert_type(squared, jnp.uint16).reshape(-1)
+    gathered = collectives.gather(jnp.concatenate([down, statistics]), axis)
+
+    num_workers, size = gathered.shape[0], down.shape[0]
+    decode = jax.vmap(lambda part: _poisoned(codecs.from_bf16_words(part)))
+    means = _decode_stacks(group, gathered[:, :size], codecs.WORD_BITS, decode)
+    squared = _as_f32(gathered[:, size:].reshape(num_workers, -1, 2)).sum(0)
+    norms = _by_lane(group, jnp.concatenate([_squared_norms(stack) for stack in means]))
+    no_votes, _ = _nothing_voted(group)
+    ratio = _ratio(squared / jnp.float32(num_workers), norms)
     return Averaged(_natural(given, means), sent, residuals, server, no_votes, ratio)
-
-
-def _round_bf16(values: Array) -> Array:
-    # Clipped, so that a large finite value does not round up to infinity; infinity itself stays.
-    limit = jnp.float32(jnp.finfo(jnp.bfloat16).max)
-    clipped = jnp.where(jnp.isinf(values), values, jnp.clip(values, -limit, limit))
-    return clipped.astype(jnp.bfloat16)
-
-
-def _bits16(values: Array) -> Array:
-    return lax.bitcast_convert_type(values, jnp.uint16)
-
-
-def _from_bits16(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
 
 
 def _poisoned(mean: Array) -> Array:
@@ -214,58 +197,68 @@ def average_ternary(group: Group, given: Given, axis: collectives.AxisName) -> A
 
 
 def _average_votes(group: Group, given: Given, axis: collectives.AxisName, gated: bool) -> Averaged:
-    corrected = _corrected(given)
+    corrected = _corrected(group, given)
     factors, mean_squared = _agree_on_scales(group, given, corrected, axis)
     tie = (given.seed & jnp.uint32(1)) != 0
     voted = [
-        _vote(leaf.reshape(segment.rows, segment.cols), row * col, group.codec, tie, gated)
-        for leaf, segment, (row, col) in zip(corrected, group.segments, factors, strict=True)
+        _vote(stack, row * col, group.codec, tie, gated)
+        for stack, (row, col) in zip(corrected, factors, strict=True)
     ]
     planes = [
-        jnp.stack([codecs.pack_bits(codecs.to_shards(bits, segment)) for bits in leaf_planes], axis=1)
-        for (leaf_planes, _), segment in zip(voted, group.segments, strict=True)
+        codecs.pack_bits(_shards(group, [bits[p] for bits, _ in voted])) for p in range(2 if gated else 1)
     ]
-    received = collectives.exchange(jnp.concatenate(planes, axis=2), axis)
-    votes = received.reshape(-1, received.shape[2])
+    votes = collectives.exchange(jnp.stack(planes, axis=1), axis)
+    votes = votes.reshape(-1, votes.shape[2])
 
-    sent = _natural(given, [leaf for _, leaf in voted])
+    sent = [values for _, values in voted]
     residuals, squared = _residuals(group, given, corrected, sent)
     down = _reduce_votes(group, given, votes, factors, axis, gated)
     stats = jnp.concatenate([down.agreeing, squared])
     payload = jnp.concatenate([down.payload, lax.bitcast_convert_type(stats, jnp.uint32)])
     gathered = collectives.gather(payload, axis)
 
-    means = [
-        values * (row * col)
-        for values, (row, col) in zip(down.decode(gathered), _leveled(factors, group, gated), strict=True)
-    ]
+    leveled = _leveled(factors, group, gated)
+    means = [values * (row * col) for values, (row, col) in zip(down.decode(gathered), leveled, strict=True)]
     totals = _as_f32(gathered[:, -stats.shape[0] :]).sum(0)
     agreeing, squared = jnp.split(totals, 2)
-    sizes = _by_lane(group, [jnp.float32(segment.size) for segment in group.segments])
+    sizes = np.bincount(group.lane_of_leaf, [segment.size for segment in group.segments], len(group.lanes))
     ratio = _ratio(squared / jnp.float32(gathered.shape[0]), mean_squared)
-    return Averaged(_natural(given, means), sent, residuals, down.server, agreeing / sizes, ratio)
+    return Averaged(
+        _natural(given, means),
+        sent,
+        residuals,
+        down.server,
+        agreeing * np.asarray(1 / sizes, np.float32),
+        ratio,
+    )
 
 
 def _agree_on_scales(
     group: Group, given: Given, corrected: Sequence[Array], axis: collectives.AxisName
 ) -> tuple[list[tuple[Array, Array]], Array]:
-    """Scale factors per leaf, and the squared norm of each lane's mean gradient, estimated: `f32[lanes]`."""
+    """Scale factors per stack, and the squared norm of each lane's mean gradient, estimated: `f32[lanes]`."""
+    segments = group.stack_segments
     scales = [
-        codecs.local_scale(jnp.abs(leaf).reshape(segment.rows, segment.cols), segment.scale)
-        for leaf, segment in zip(corrected, group.segments, strict=True)
+        jax.vmap(lambda matrix, scale=segment.scale: codecs.local_scale(jnp.abs(matrix), scale))(stack)
+        for stack, segment in zip(corrected, segments, strict=True)
     ]
-    sketches = _by_lane(
-        group, [codecs.sketch(leaf.astype(jnp.float32), given.seed) for leaf in given.gradients]
-    )
-    agreed = collectives.agree(jnp.concatenate([*scales, sketches.reshape(-1)]), axis)
-    sizes = [segment.scale_size for segment in group.segments]
-    *parts, sketches = jnp.split(agreed, np.cumsum(sizes).tolist())
-    factors = [codecs.scale_factors(part, seg) for part, seg in zip(parts, group.segments, strict=True)]
-    return factors, jnp.sum(sketches.reshape(len(group.lanes), -1) ** 2, axis=1)
+    sketches = [
+        jax.vmap(codecs.sketch, (0, None))(stack, given.seed) for stack in stack_leaves(group, _wide(given))
+    ]
+    sketched = _by_lane(group, jnp.concatenate(sketches))
+    agreed = collectives.agree(jnp.concatenate([part.reshape(-1) for part in (*scales, sketched)]), axis)
+    *parts, sketched = jnp.split(agreed, np.cumsum([part.size for part in scales]).tolist())
+    factors = [
+        jax.vmap(lambda values, segment=segment: codecs.scale_factors(values, segment))(
+            part.reshape(local.shape)
+        )
+        for part, local, segment in zip(parts, scales, segments, strict=True)
+    ]
+    return factors, jnp.sum(sketched.reshape(len(group.lanes), -1) ** 2, axis=1)
 
 
 def _vote(corrected: Array, scale: Array, codec: Codec, tie: Array, gated: bool) -> tuple[list[Array], Array]:
-    """The bit planes that a worker sends of one leaf `f32[rows, cols]`, and what they stand for."""
+    """The bit planes that a worker sends of a stack, and the values they stand for."""
     if not gated:
         positive = codecs.is_positive(corrected, tie)
         return [positive], jnp.where(positive, scale, -scale)
@@ -305,34 +298,46 @@ def _reduce_votes(
     planes = codecs.count_votes(votes)
     ties = codecs.random_words(given.seed, votes.shape[1])
     majority = codecs.majority_words(planes, num_votes, ties)
-    by_leaf = _excess_by_leaf(group, votes, majority, axis, gated)
-    agreeing = _by_lane(group, [by_leaf[i] for i in range(len(group.leaves))])
+    by_leaf = _excess_by_leaf(group, votes, majority, axis)
+    agreeing = _by_lane(group, by_leaf)
     if group.codec.down == "count":
-
-        def decode_planes(gathered: Array) -> list[Array]:
-            words = gathered[:, : planes.size].reshape(-1, *planes.shape)
-            parts = _split(words, group, 1)
-            values = [codecs.decode_counts(part, num_votes) for part in parts]
-            return [codecs.from_shards(v, s) for v, s in zip(values, group.segments, strict=True)]
-
-        return _Down(planes.reshape(-1), decode_planes, given.server, agreeing)
+        decode = lambda words: codecs.decode_counts(words, num_votes)  # noqa: E731
+        return _Down(planes.reshape(-1), _decoder(group, planes.shape, decode), given.server, agreeing)
     if group.codec.down == "majority" and given.server is None:
         level = by_leaf / jnp.maximum(_valid_elements(group, axis), jnp.float32(1))
         words, server = majority[None], None
     else:
         words, level, server = _requantize(group, given, planes, num_votes, factors, axis, gated)
-    levels = codecs.LEVELS[group.codec.down]
+    decode = lambda words: codecs.decode_levels(words, codecs.LEVELS[group.codec.down])  # noqa: E731
+    payload = jnp.concatenate([words.reshape(-1), lax.bitcast_convert_type(level, jnp.uint32)])
+    return _Down(payload, _decoder(group, words.shape, decode, num_levels=level.shape[0]), server, agreeing)
 
-    def decode_words(gathered: Array) -> list[Array]:
-        packed = gathered[:, : words.size].reshape(-1, *words.shape)
-        level = _as_f32(gathered[:, words.size : words.size + len(group.leaves)])
+
+def _decoder(
+    group: Group, shape: tuple[int, ...], decode: Callable[[Array], Array], num_levels: int = 0
+) -> Callable[[Array], list[Array]]:
+    """Decodes gathered payloads: planes of `shape`, then the levels that multiply them, one a leaf."""
+    size = shape[0] * shape[1]
+
+    def run(gathered: Array) -> list[Array]:
+        values = _decode_stacks(group, gathered[:, :size].reshape(-1, *shape), 1, decode)
+        if not num_levels:
+            return values
+        levels = _as_f32(gathered[:, size : size + num_levels]).T
         return [
-            codecs.from_shards(codecs.decode_levels(part, levels) * level[:, i, None], segment)
-            for i, (part, segment) in enumerate(zip(_split(packed, group, 1), group.segments, strict=True))
+            stack * _by_row(part, segment)
+            for stack, part, segment in zip(
+                values, jnp.split(levels, np.cumsum(group.stacks)[:-1]), group.stack_segments, strict=True
+            )
         ]
 
-    payload = jnp.concatenate([words.reshape(-1), lax.bitcast_convert_type(level, jnp.uint32)])
-    return _Down(payload, decode_words, server, agreeing)
+    return run
+
+
+def _by_row(levels: Array, segment: Segment) -> Array:
+    """A level per leaf and shard, `[k, W]`, spread over the rows that the shards hold."""
+    rows = jnp.repeat(levels, segment.shard_rows, axis=1)[:, : segment.rows]
+    return rows.reshape(*rows.shape, *([1] * (len(segment.matrix_shape) - 1)))
 
 
 def _requantize(
@@ -344,12 +349,14 @@ def _requantize(
     axis: collectives.AxisName,
     gated: bool,
 ) -> tuple[Array, Array, Array | None]:
-    """The shard's mean + server residual at one or two bits: words `[bits, m]`, level per leaf, new residual."""
+    """The shard's mean + server residual at one or two bits: words `[bits, m]`, levels, new residual."""
     index = collectives.worker_index(axis)
     scale = jnp.concatenate(
         [
-            codecs.shard_scale(row, col, segment, index)
-            for (row, col), segment in zip(_leveled(factors, group, gated), group.segments, strict=True)
+            jax.vmap(lambda row, col, segment=segment: codecs.shard_scale(row, col, segment, index))(
+                row, col
+            ).reshape(-1)
+            for (row, col), segment in zip(_leveled(factors, group, gated), group.stack_segments, strict=True)
         ]
     )
     values = codecs.decode_counts(planes, num_votes) * scale
@@ -371,17 +378,13 @@ def _requantize(
     return words, level, server
 
 
-def _excess_by_leaf(
-    group: Group, votes: Array, majority: Array, axis: collectives.AxisName, gated: bool
-) -> Array:
+def _excess_by_leaf(group: Group, votes: Array, majority: Array, axis: collectives.AxisName) -> Array:
     """|mean vote| summed over this shard's elements of each leaf, pads left out: `f32[leaves]`."""
     num_votes = votes.shape[0]
     agree = codecs.count_agreeing(votes, majority) - jnp.float32(codecs.BLOCK * num_votes / 2)
     excess = jax.ops.segment_sum(
         agree, _leaf_of_block(group), len(group.leaves), indices_are_sorted=True
     ) * jnp.float32(2 / num_votes)
-    if gated:  # pads vote zero
-        return excess
     sizes = jnp.asarray([segment.shard_size for segment in group.segments], jnp.float32)
     return excess - (sizes - _valid_elements(group, axis))  # all workers agree on a pad
 
@@ -402,11 +405,38 @@ def _valid_elements(group: Group, axis: collectives.AxisName) -> Array:
 # ----------------------------------------------------------------------------------------------- shared
 
 
-def _corrected(given: Given) -> list[Array]:
-    local = [gradient.astype(jnp.float32) for gradient in given.gradients]
-    if given.residuals is None:
-        return local
-    return [leaf + residual for leaf, residual in zip(local, given.residuals, strict=True)]
+def stack_leaves(group: Group, leaves: Sequence[Array]) -> list[Array]:
+    """The group's leaves as one array a stack, `[k, *matrix_shape]`."""
+    matrices = [
+        leaf.reshape(1, *segment.matrix_shape) for leaf, segment in zip(leaves, group.segments, strict=True)
+    ]
+    stops = np.cumsum(group.stacks).tolist()
+    return [
+        jnp.concatenate(matrices[stop - count : stop]) if count > 1 else matrices[stop - 1]
+        for count, stop in zip(group.stacks, stops, strict=True)
+    ]
+
+
+def unstack(stacks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Stacks back to leaves of these shapes."""
+    matrices = [stack[i] for stack in stacks for i in range(stack.shape[0])]
+    return [matrix.reshape(shape) for matrix, shape in zip(matrices, shapes, strict=True)]
+
+
+def _natural(given: Given, stacks: Sequence[Array]) -> list[Array]:
+    return unstack(stacks, [gradient.shape for gradient in given.gradients])
+
+
+def _wide(given: Given) -> list[Array]:
+    return [gradient.astype(jnp.float32) for gradient in given.gradients]
+
+
+def _corrected(group: Group, given: Given) -> list[Array]:
+    """Gradient + residual, stacked. Written out once: four passes read it, and XLA would add anew in each."""
+    stacks = stack_leaves(group, _wide(given))
+    if given.residuals is not None:
+        stacks = [stack + residual for stack, residual in zip(stacks, given.residuals, strict=True)]
+    return lax.optimization_barrier(stacks)
 
 
 def _residuals(
@@ -415,13 +445,33 @@ def _residuals(
     """New residuals, and their squared norm per lane (this worker's)."""
     if given.residuals is None:
         return None, jnp.zeros((len(group.lanes),), jnp.float32)
-    residuals = [whole - part for whole, part in zip(corrected, sent, strict=True)]
-    return residuals, _by_lane(group, [jnp.sum(leaf * leaf) for leaf in residuals])
+    residuals = lax.optimization_barrier([c - part for c, part in zip(corrected, sent, strict=True)])
+    return residuals, _by_lane(group, jnp.concatenate([_squared_norms(stack) for stack in residuals]))
 
 
-def _natural(given: Given, matrices: Sequence[Array]) -> list[Array]:
-    """Matrices back in the shapes of the gradients."""
-    return [m.reshape(g.shape) for m, g in zip(matrices, given.gradients, strict=True)]
+def _squared_norms(stack: Array) -> Array:
+    flat = stack.reshape(stack.shape[0], -1)
+    return jnp.sum(flat * flat, axis=1)
+
+
+def _shards(group: Group, stacks: Sequence[Array]) -> Array:
+    """`[W, n]`: row i is what worker i reduces, leaf by leaf."""
+    shards = []
+    for segment, stack in zip(group.stack_segments, stacks, strict=True):
+        cut = jax.vmap(lambda matrix, segment=segment: codecs.to_shards(matrix, segment))(stack)
+        shards.append(jnp.moveaxis(cut, 1, 0).reshape(segment.num_workers, -1))
+    return jnp.concatenate(shards, axis=1)
+
+
+def _decode_stacks(
+    group: Group, words: Array, per_word: int, decode: Callable[[Array], Array]
+) -> list[Array]:
+    """Gathered `[W, ..., n]` -> `f32[k, *matrix_shape]` per stack; `decode` maps `[k, W, ..., m]`."""
+    stacks = []
+    for segment, part in zip(group.stack_segments, _split(words, group, per_word), strict=True):
+        values = decode(jnp.moveaxis(part, -2, 0))
+        stacks.append(jax.vmap(lambda v, segment=segment: codecs.from_shards(v, segment))(values))
+    return stacks
 
 
 def _nothing_voted(group: Group) -> tuple[Array, Array]:
@@ -436,13 +486,9 @@ def _nonzero(values: Array) -> Array:
     return jnp.where(values == 0, jnp.float32(1), values)
 
 
-def _by_lane(group: Group, values: Sequence[Array]) -> Array:
-    """Sums per-leaf arrays by lane: `[lanes, ...]`."""
-    rows = [
-        sum(value for value, lane in zip(values, group.lane_of_leaf, strict=True) if lane == position)
-        for position in range(len(group.lanes))
-    ]
-    return jnp.stack(rows)
+def _by_lane(group: Group, values: Array | np.ndarray) -> Array:
+    """Sums by lane what is given by leaf: `[leaves, ...]` -> `[lanes, ...]`."""
+    return jax.ops.segment_sum(jnp.asarray(values), np.asarray(group.lane_of_leaf), len(group.lanes))
 
 
 def _sum_by_leaf(group: Group, values: Array) -> Array:
@@ -456,12 +502,14 @@ def _leaf_of_block(group: Group) -> np.ndarray:
 
 
 def _split(values: Array, group: Group, per_word: int) -> list[Array]:
-    """Cuts the last axis, a concatenation of the leaves' shards, into leaves."""
-    offsets = group.offsets
-    return [
-        lax.slice_in_dim(values, start * per_word, stop * per_word, axis=values.ndim - 1)
-        for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
-    ]
+    """Cuts the last axis, a concatenation of the leaves' shards, into stacks: `[..., k, m]`."""
+    parts, start = [], 0
+    for count, segment in zip(group.stacks, group.stack_segments, strict=True):
+        size = segment.shard_words * per_word
+        part = lax.slice_in_dim(values, start, start + count * size, axis=values.ndim - 1)
+        parts.append(part.reshape(*values.shape[:-1], count, size))
+        start += count * size
+    return parts
 
 
 def _as_f32(words: Array) -> Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nf_jax import capacity, health
@@ -120,19 +121,18 @@ def shard_state(state: Any, mesh: Mesh, axis: AxisName | None = None) -> Any:
     Raises:
       ValueError: the mesh has several axes and `axis` is not given, or it is not the state's `num_workers`.
     """
-    if axis is None:
-        if len(mesh.axis_names) != 1:
-            raise ValueError(
-                f"shard_state: the mesh has axes {mesh.axis_names}; say which one is data-parallel: axis=..."
-            )
-        axis = mesh.axis_names[0]
+    if axis is None and len(mesh.axis_names) != 1:
+        raise ValueError(
+            f"shard_state: the mesh has axes {mesh.axis_names}; say which one is data-parallel: axis=..."
+        )
+    axis = mesh.axis_names[0] if axis is None else axis
     names = (axis,) if isinstance(axis, str) else axis
     num_workers = int(np.prod([mesh.shape[name] for name in names]))
     for path, aggregate in find_states(state):
         if int(aggregate.num_workers) != num_workers:
             raise ValueError(
-                f"shard_state: the state at {path} was made for num_workers={int(aggregate.num_workers)}, but "
-                f"axis {axis!r} of this mesh has {num_workers} members"
+                f"shard_state: the state at {path} was made for num_workers={int(aggregate.num_workers)}, "
+                f"but axis {axis!r} of this mesh has {num_workers} members"
             )
 
     def place(leaf: Any, spec: PartitionSpec) -> Array:
@@ -151,17 +151,17 @@ def find_states(tree: Any) -> list[tuple[str, AggregateState]]:
 
 
 def check_layout(path: str, state: AggregateState) -> None:
-    """Raises if the per-worker part was laid out as replicated: all but worker 0's residuals would be lost."""
+    """Raises if the per-worker part was laid out as replicated: other workers' residuals would be lost."""
     stacked = state.step.ndim
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(state.memory)}
-    if not sizes or any(isinstance(x, jax.core.Tracer) for x in (state.step, state.num_workers)):
+    if not sizes or any(isinstance(x, Tracer) for x in (state.step, state.num_workers)):
         return
     num_workers, step = (int(np.max(np.asarray(_local(x)))) for x in (state.num_workers, state.step))
     if not stacked and step > 0 and sizes != {num_workers}:
         raise ValueError(
-            f"the aggregate state at {path} holds residuals of {sorted(sizes)} worker(s), expected {num_workers}: "
-            "it left the mapped function under PartitionSpec(), or was unreplicated, and the other workers' "
-            "residuals are gone. Use state_spec(state, axis) as in_specs and out_specs of shard_map, and "
+            f"the aggregate state at {path} holds residuals of {sorted(sizes)} worker(s), "
+            f"expected {num_workers}: it left the mapped function under PartitionSpec(), or was "
+            "unreplicated, and the other workers' residuals are gone. Use state_spec(state, axis) as in_specs and out_specs of shard_map, and "
             "save the state as pmap returns it."
         )
 

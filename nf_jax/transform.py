@@ -16,7 +16,7 @@ import optax
 from jax import Array
 
 from nf_jax import capacity, collectives, controller, health, regions
-from nf_jax.plan import Plan
+from nf_jax.plan import MAX_STACKED_SIZE, Plan
 from nf_jax.plan import plan as make_plan
 from nf_jax.pmean import Memory, average
 from nf_jax.profile import Profile, Route
@@ -78,7 +78,7 @@ def aggregate_gradients(
 
     def update_fn(
         updates: Any,
-        state: AggregateState,
+        state: Any,
         params: Any = None,
         *,
         value: Any = None,
@@ -93,7 +93,7 @@ def aggregate_gradients(
         _check_call(plan, leaves, state, axis)
 
         signals, ok = _measure(plan, len(profile.regions), leaves, value, reducer_load, axis)
-        chosen = state.info.next_routes if pinned is None else pinned
+        chosen = jnp.asarray(state.info.next_routes) if pinned is None else pinned
         memory = jax.tree.map(lambda leaf: leaf[0], state.memory)
         result = average(plan, chosen, leaves, memory, state.pending, axis, seed=_seed(state.step), ok=ok)
         signals = signals._replace(agreement=result.agreement, residual_ratio=result.residual_ratio)
@@ -157,11 +157,7 @@ def _measure(
     axis: collectives.AxisName,
 ) -> tuple[Signals, Array]:
     """The step's signals, reduced over workers in one small all-gather, and whether all is finite."""
-    inexact = [
-        i for i, leaf in enumerate(leaves) if i not in plan.idle and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    squared = jnp.stack([_squared_norm(leaves[i]) for i in inexact] or [jnp.float32(0)])
-    owners = np.asarray([plan.leaf_regions[i] for i in inexact] or [0], np.int32)
+    squared, owners = _squared_norms(plan, leaves)
     is_bad = (~jnp.isfinite(squared)).astype(jnp.float32)
     by_region = jax.ops.segment_sum(jnp.stack([squared, is_bad], axis=1), owners, num_regions)
     own = jnp.stack([_scalar(value, "value"), _scalar(reducer_load, "reducer_load")])
@@ -180,11 +176,27 @@ def _measure(
     return signals, jnp.sum(nonfinite) == 0
 
 
-def _squared_norm(leaf: Array) -> Array:
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return (jnp.sum(leaf.real**2) + jnp.sum(leaf.imag**2)).astype(jnp.float32)
-    wide = leaf.astype(jnp.float32)
-    return jnp.sum(wide * wide)
+def _squared_norms(plan: Plan, leaves: Sequence[Any]) -> tuple[Array, np.ndarray]:
+    """Squared norms of the local gradients, `f32[n]`, and the region each belongs to.
+
+    Small leaves of one shape are taken together: one reduction instead of hundreds to compile.
+    """
+    alike: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if i not in plan.idle and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            alone = leaf.size > MAX_STACKED_SIZE
+            alike.setdefault((leaf.shape, leaf.dtype, i if alone else None), []).append(i)
+    if not alike:
+        return jnp.zeros((1,), jnp.float32), np.zeros((1,), np.int32)
+    parts = []
+    for members in alike.values():
+        stack = jnp.concatenate([leaves[i].reshape(1, -1) for i in members])
+        if jnp.issubdtype(stack.dtype, jnp.complexfloating):
+            stack = jnp.concatenate([stack.real, stack.imag], axis=1)
+        wide = stack.astype(jnp.float32)
+        parts.append(jnp.sum(wide * wide, axis=1))
+    order = [i for members in alike.values() for i in members]
+    return jnp.concatenate(parts), np.asarray([plan.leaf_regions[i] for i in order], np.int32)
 
 
 def _scalar(value: Any, name: str) -> Array:
@@ -207,7 +219,7 @@ def _advance(
     """The control plane's part of a step: next states, next routes, what to report."""
     next_health = health.step(profile.health, plan.lanes.regions, state.health, signals)
     next_capacity = capacity.step(profile.capacity, state.capacity, signals.reducer_load)
-    next_step = optax.safe_increment(state.step)
+    next_step = jnp.asarray(optax.safe_increment(state.step))
     next_routes, next_reasons = controller.choose_routes(
         profile, plan.lanes, next_step, next_health, next_capacity
     )
@@ -276,10 +288,11 @@ def _check_state(plan: Plan, state: AggregateState) -> None:
             shapes = [getattr(tree.get(path), "shape", None) for tree in (expected, found)]
             if shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"state: expected {field} {path!r} of shape {shapes[0]} (one worker's view), got {shapes[1]}. "
-                    "Either the state was made for another model, profile or num_workers (call init anew), or "
-                    "it entered the mapped function under the wrong PartitionSpec: use state_spec(state, axis) "
-                    "and shard_state(state, mesh) with shard_map, flax.jax_utils.replicate(state) with pmap."
+                    f"state: expected {field} {path!r} of shape {shapes[0]} (one worker's view), got "
+                    f"{shapes[1]}. Either the state was made for another model, profile or num_workers (call "
+                    "init anew), or it entered the mapped function under the wrong PartitionSpec: use "
+                    "state_spec(state, axis) and shard_state(state, mesh) with shard_map, "
+                    "flax.jax_utils.replicate(state) with pmap."
                 )
     num_lanes = state.info.next_routes.shape
     if num_lanes != (plan.num_lanes,):

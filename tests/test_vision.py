@@ -1,0 +1,147 @@
+"""The main job in a tiny form: what it writes and prints, and the profile it ships with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import nf_jax
+from experiments import vision
+from nf_jax import trace
+
+COLUMNS = [
+    "policy",
+    "seed",
+    "num_workers",
+    "metric",
+    "value",
+    "test_loss",
+    "steps",
+    "wire_bytes",
+    "fp32_bytes",
+    "wire_fraction",
+    "trips",
+    "step_seconds_median",
+]
+# One step more than the profile's warm-up.
+TINY = ["digits", "--devices", "4", "--seeds", "0", "--steps", "6", "--per-worker-batch", "4"]
+
+
+@pytest.fixture
+def loose_promotion():
+    """The suite is strict, but optax.adamw raises a float to an integer count."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def row_of(policy: str, value: float, test_loss: float) -> dict:
+    return {
+        "policy": policy,
+        "metric": "test_accuracy",
+        "value": value,
+        "test_loss": test_loss,
+        "wire_fraction": 0.05,
+        "trips": 0,
+        "step_seconds_median": 0.01,
+    }
+
+
+def shipped_plan() -> nf_jax.Plan:
+    model = vision.TASKS["digits"].model
+    image = np.zeros((1, 64), np.float32)
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), image)["params"])
+    return nf_jax.plan(nf_jax.Profile.load(vision.digits().profile), shapes, num_workers=8)
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_a_job_writes_its_files_and_prints_one_table(tmp_path, capsys):
+    vision.main([*TINY, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    rows = json.loads((tmp_path / "summary.json").read_text())
+
+    assert [row["policy"] for row in rows] == ["fp32", "static", "guided"]
+    for row in rows:
+        assert list(row) == COLUMNS
+        assert (row["seed"], row["num_workers"], row["steps"]) == (0, 4, 6)
+        assert row["metric"] == "test_accuracy" and 0 <= row["value"] <= 100
+        assert row["trips"] == 0 and np.isfinite(row["test_loss"])
+        steps = trace.read_trace(tmp_path / f"{row['policy']}-0" / "trace.jsonl")
+        assert [step["step"] for step in steps.steps] == list(range(6)) and not steps.truncated
+        assert sum(step["wire_bytes"] for step in steps.steps) == row["wire_bytes"]
+        assert steps.steps[-1]["test_accuracy"] == pytest.approx(row["value"])
+
+    fp32, static, guided = (row["wire_fraction"] for row in rows)
+    assert fp32 == pytest.approx(1, abs=1e-3)
+    assert static < 0.05 < guided < 1
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for word in ("policy", "accuracy", "min - max", "wire/FP32", "trips", "steps/s"):
+        assert printed.count(word) >= 1, word
+    for text in ("static:", "guided:", "The profile's target"):
+        assert text in printed, text
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_shard_map_sends_the_same_bytes_as_pmap_and_an_earlier_jobs_traces_go(tmp_path):
+    old = tmp_path / "static-7" / "trace.jsonl"
+    kept = tmp_path / "notes-1" / "trace.jsonl"
+    for path in (old, kept):
+        path.parent.mkdir()
+        path.write_text("{}")
+    rows = {}
+    for parallel in ("pmap", "shard_map"):
+        args = [*TINY, "--policies", "fp32", "--out", str(tmp_path), "--parallel", parallel]
+        vision.main(args)
+        (rows[parallel],) = json.loads((tmp_path / "summary.json").read_text())
+    assert not old.exists() and kept.exists()
+    assert rows["pmap"]["wire_bytes"] == rows["shard_map"]["wire_bytes"]
+    assert rows["pmap"]["test_loss"] == pytest.approx(rows["shard_map"]["test_loss"], rel=1e-3)
+
+
+def test_the_shipped_profile_round_trips_and_protects_under_3_percent():
+    path = vision.digits().profile
+    profile = nf_jax.Profile.load(path)
+    assert profile.dumps() == path.read_text()
+    assert shipped_plan().protected_share < 0.03  # the plan checks the model's fingerprint
+    assert profile.target and profile.target.metric == "test_accuracy"
+
+
+@pytest.mark.parametrize(
+    ("value", "test_loss", "expected"),
+    [
+        (95.0, 0.1, "static: visibly worse than fp32"),
+        (98.0, float("nan"), "static: visibly worse than fp32"),
+        (98.0, 0.2, "static: accuracy does not suffer visibly"),
+        (98.0, 0.1, "static: no visible difference"),
+    ],
+)
+def test_the_caption_says_what_the_numbers_say(value, test_loss, expected):
+    config = dataclasses.replace(vision.digits(), policies=("fp32", "static"), seeds=(0,))
+    rows = [row_of("fp32", 98.5, 0.1), row_of("static", value, test_loss)]
+    assert vision.make_caption(config, rows).startswith(expected)
+
+
+def test_all_policies_see_the_same_examples_and_every_epoch_sees_all():
+    train, test = vision.load_digits()
+    assert len(train.labels) + len(test.labels) == 1797
+    size = len(train.labels)
+    whole = [batch.labels for batch in vision.batches(train, 2, (size,), seed=3)]
+    again = [batch.labels for batch in vision.batches(train, 2, (size,), seed=3)]
+    np.testing.assert_array_equal(whole, again)
+    for labels in whole:
+        np.testing.assert_array_equal(np.sort(labels), np.sort(train.labels))
+
+
+@pytest.mark.parametrize("change", [{"devices": 0}, {"seeds": (1, 1)}, {"policies": ()}])
+def test_a_config_that_means_nothing_is_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(vision.digits(), **change)
+
+
+def test_more_devices_than_jax_started_with_is_an_error():
+    have = len(jax.devices())
+    with pytest.raises(ValueError, match="start a new process"):
+        vision.use_cpu_devices(have + 1)
