@@ -60,6 +60,14 @@ def check_local(leaves: Sequence[Array], paths: Sequence[str], axis: AxisName) -
     """
     if not is_checked(axis):
         return
+    sharded = [path for path, leaf in zip(paths, leaves, strict=True) if _varying(leaf) - _names(axis)]
+    if sharded:
+        others = sorted(frozenset().union(*map(_varying, leaves)) - _names(axis))
+        raise ValueError(
+            f"aggregate_gradients: expected gradients that vary over axis {axis!r} only, but {_some(sharded)} "
+            f"differ(s) over {others} too: parameters sharded over another manual axis are not supported. "
+            f"Leave {others} to the compiler (shard_map's axis_names={{...}}), or pass them in `axis`."
+        )
     summed = [path for path, leaf in zip(paths, leaves, strict=True) if not _names(axis) <= _varying(leaf)]
     if summed:
         raise ValueError(

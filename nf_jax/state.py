@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
@@ -121,11 +120,12 @@ def shard_state(state: Any, mesh: Mesh, axis: AxisName | None = None) -> Any:
     Raises:
       ValueError: the mesh has several axes and `axis` is not given, or it is not the state's `num_workers`.
     """
-    if axis is None and len(mesh.axis_names) != 1:
-        raise ValueError(
-            f"shard_state: the mesh has axes {mesh.axis_names}; say which one is data-parallel: axis=..."
-        )
-    axis = mesh.axis_names[0] if axis is None else axis
+    if axis is None:
+        if len(mesh.axis_names) != 1:
+            raise ValueError(
+                f"shard_state: the mesh has axes {mesh.axis_names}; say which one is data-parallel: axis=..."
+            )
+        return shard_state(state, mesh, mesh.axis_names[0])
     names = (axis,) if isinstance(axis, str) else axis
     num_workers = int(np.prod([mesh.shape[name] for name in names]))
     for path, aggregate in find_states(state):
@@ -159,10 +159,10 @@ def check_layout(path: str, state: AggregateState) -> None:
     num_workers, step = (int(np.max(np.asarray(_local(x)))) for x in (state.num_workers, state.step))
     if not stacked and step > 0 and sizes != {num_workers}:
         raise ValueError(
-            f"the aggregate state at {path} holds residuals of {sorted(sizes)} worker(s), "
-            f"expected {num_workers}: it left the mapped function under PartitionSpec(), or was "
-            "unreplicated, and the other workers' residuals are gone. Use state_spec(state, axis) as in_specs and out_specs of shard_map, and "
-            "save the state as pmap returns it."
+            f"the aggregate state at {path} holds residuals of {sorted(sizes)} worker(s), expected "
+            f"{num_workers}: it left the mapped function under PartitionSpec(), or was unreplicated, and the "
+            "other workers' residuals are gone. Use state_spec(state, axis) as in_specs and out_specs of "
+            "shard_map, and save the state as pmap returns it."
         )
 
 
@@ -172,7 +172,8 @@ def _local(value: Any) -> Any:
 
 
 def _first_worker(leaf: Any) -> Any:
-    return jnp.reshape(_local(leaf), (-1, *leaf.shape[1:]))[0]
+    # Through NumPy: an indexing operation for each field would cost more than many a step.
+    return np.asarray(_local(leaf)).reshape(-1, *leaf.shape[1:])[0]
 
 
 def _is_aggregate(node: Any) -> bool:

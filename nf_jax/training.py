@@ -35,6 +35,8 @@ LossFn = Callable[..., Any]
 Step = Callable[..., tuple[Any, dict[str, Array]]]
 """`(state, batch, reducer_load=None) -> (state, metrics)`."""
 
+_Stepped = tuple[Any, dict[str, Array]]
+
 _MANIFEST = "nf_jax.json"
 
 
@@ -73,9 +75,8 @@ class TrainState(train_state.TrainState):
         extra = {name: number for name, number in given.items() if number is not None}
         update = functools.partial(optax.with_extra_args_support(self.tx).update, **extra)
         hearing = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
-        return train_state.TrainState.apply_gradients(
-            hearing, grads=grads, **{"tx": self.tx, **kwargs}
-        )
+        fields = {"tx": self.tx, **kwargs}
+        return train_state.TrainState.apply_gradients(hearing, grads=grads, **fields)
 
 
 # ------------------------------------------------------------------------------------------- steps
@@ -187,20 +188,15 @@ def pmap_step(
     donated = (0,) if donate else ()
     mapped = jax.pmap(body, axis_name=axis, devices=devices, donate_argnums=donated)
 
-    def step(
-        state: Any, batch: Any, reducer_load: float | None = None
-    ) -> tuple[Any, dict[str, Array]]:
+    def step(state: Any, batch: Any, reducer_load: float | None = None) -> _Stepped:
         if np.ndim(state.step) != 1:
             raise ValueError(
                 "pmap_step: expected a state with one copy per device, got one of a single worker; "
                 "use replicate(state)."
             )
-        load = (
-            None
-            if reducer_load is None
-            else np.full(np.shape(state.step), reducer_load, np.float32)
-        )
-        return mapped(state, batch, load)
+        if reducer_load is None:
+            return mapped(state, batch, None)
+        return mapped(state, batch, np.full(np.shape(state.step), reducer_load, np.float32))
 
     return step
 
@@ -261,17 +257,13 @@ def shard_map_step(
         _check_global(state, batch, num_workers)
         return mapped(state, batch, load)
 
-    def step(
-        state: Any, batch: Any, reducer_load: float | None = None
-    ) -> tuple[Any, dict[str, Array]]:
+    def step(state: Any, batch: Any, reducer_load: float | None = None) -> _Stepped:
         if reducer_load is None:
             return run(state, batch, None)
         # Sharded: processes measure different loads, and jit takes replicated values for equal.
         load = np.full((num_workers,), reducer_load, np.float32)
-        sharding = NamedSharding(mesh, split)
-        return run(
-            state, batch, jax.make_array_from_callback(load.shape, sharding, load.__getitem__)
-        )
+        place_load = functools.partial(jax.make_array_from_callback, load.shape)
+        return run(state, batch, place_load(NamedSharding(mesh, split), load.__getitem__))
 
     return step
 
@@ -299,9 +291,8 @@ def _gradients(
     pieces = _split(batch, accumulate_steps)
     shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda leaf: leaf[0], pieces))
     half = (jnp.bfloat16, jnp.float16)  # sums of many small terms; accumulated in f32
-    zeros = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, jnp.float32 if s.dtype in half else s.dtype), shapes
-    )
+    wide = lambda dtype: jnp.float32 if dtype in half else dtype  # noqa: E731
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, wide(s.dtype)), shapes)
 
     def add(total: Any, piece: Any) -> tuple[Any, None]:
         new = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, differentiate(params, piece))
@@ -318,13 +309,11 @@ def _measure(loss_fn: LossFn, params: Any, batch: Any) -> tuple[Array, dict[str,
     result = loss_fn(params, batch)
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     if "loss" in metrics:
-        raise ValueError(
-            'loss_fn: the metrics hold a "loss", which the step reports itself; rename it'
-        )
+        raise ValueError('loss_fn: the metrics hold a "loss", which the step adds; rename it')
     for name, number in {"loss": loss, **metrics}.items():
         if jnp.ndim(number):
             raise ValueError(
-                f"loss_fn: expected {name!r} to be a scalar, got shape {jnp.shape(number)}; take its mean"
+                f"loss_fn: expected {name!r} to be a scalar, got shape {np.shape(number)}; average it"
             )
     metrics = {"loss": loss, **metrics}
     return loss, {name: jnp.asarray(number).astype(jnp.float32) for name, number in metrics.items()}
@@ -444,36 +433,27 @@ def restore(directory: str | Path, state_like: Any, *, step: int | None = None) 
       ValueError: there is no checkpoint, it is torn or corrupted, or it holds another model,
         profile, optimizer or number of workers, or the other layout.
     """
-    step = latest_step(directory) if step is None else step
+    root = Path(directory).absolute()
+    step = latest_step(root) if step is None else step
     if step is None:
-        raise ValueError(
-            f"restore: expected a checkpoint in {Path(directory).absolute()}, found none"
-        )
-    path = Path(directory).absolute() / str(step)
+        raise ValueError(f"restore: expected a checkpoint in {root}, found none")
+    path = root / str(step)
     manifest = _verified(path)
     named = _named(state_like)
     _check_leaves(path, manifest["leaves"], {name: _describe(leaf) for name, leaf in named.items()})
     try:
-        loaded = ocp.load(
-            str(path), {n: _abstract(leaf) for n, leaf in named.items() if np.size(leaf)}
-        )
+        loaded = ocp.load(str(path), {n: _abstract(x) for n, x in named.items() if np.size(x)})
     except Exception as error:  # whatever orbax meets in a checkpoint whose sums are right
         raise ValueError(f"restore: orbax cannot read the checkpoint {path}: {error}") from error
-    leaves = [
-        _decode(leaf, loaded[n]) if np.size(leaf) else _empty(leaf) for n, leaf in named.items()
-    ]
+    leaves = [_decode(x, loaded[n]) if np.size(x) else _empty(x) for n, x in named.items()]
     return jax.tree.unflatten(jax.tree.structure(state_like), leaves)
 
 
 def latest_step(directory: str | Path) -> int | None:
     """The number of the latest checkpoint in `directory`, or None."""
     root = Path(directory)
-    steps = (
-        [int(child.name) for child in root.iterdir() if child.name.isdecimal()]
-        if root.is_dir()
-        else []
-    )
-    return max(steps, default=None)
+    names = [child.name for child in root.iterdir()] if root.is_dir() else []
+    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def _step_of(state: Any) -> int:
@@ -484,9 +464,8 @@ def _step_of(state: Any) -> int:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    return {
-        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _describe(leaf: Any) -> list[Any]:
@@ -500,9 +479,8 @@ def _is_stacked(leaf: Any) -> bool:
     """Whether, in several processes, the leaf is pmap's: this process's rows, one per device."""
     if jax.process_count() == 1 or not isinstance(leaf, Array) or not leaf.is_fully_addressable:
         return False
-    return (
-        leaf.ndim > 0 and len(leaf.sharding.device_set) == leaf.shape[0] == jax.local_device_count()
-    )
+    num_devices = len(leaf.sharding.device_set)
+    return leaf.ndim > 0 and num_devices == leaf.shape[0] == jax.local_device_count()
 
 
 def _global_sharding() -> NamedSharding:
@@ -532,12 +510,10 @@ def _abstract(leaf: Any) -> Any:
         shape, dtype = data.shape, data.dtype
     if _is_stacked(leaf):
         shape = (jax.device_count(), *shape[1:])
-    if sharding is None or (
-        jax.process_count() > 1 and not _is_stacked(leaf) and leaf.is_fully_addressable
-    ):
-        return np.broadcast_to(
-            np.zeros((), dtype), shape
-        )  # orbax reads NumPy, and no memory is taken here
+    is_own = jax.process_count() > 1 and not _is_stacked(leaf)
+    if sharding is None or (is_own and sharding.is_fully_addressable):
+        # Orbax then reads NumPy; broadcasting takes no memory for it here.
+        return np.broadcast_to(np.zeros((), dtype), shape)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
@@ -564,9 +540,8 @@ def _empty(like: Any) -> Any:
 
 def _checksums(path: Path) -> dict[str, list[int]]:
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != _MANIFEST)
-    return {
-        file.relative_to(path).as_posix(): [file.stat().st_size, _crc32(file)] for file in files
-    }
+    name = lambda file: file.relative_to(path).as_posix()  # noqa: E731
+    return {name(file): [file.stat().st_size, _crc32(file)] for file in files}
 
 
 def _crc32(file: Path) -> int:
@@ -595,18 +570,14 @@ def _verified(path: Path) -> dict[str, Any]:
     wrong = sorted(name for name in {**files, **found} if files.get(name) != found.get(name))
     if wrong or not intact:
         shown = ", ".join(wrong[:5]) if intact else _MANIFEST
-        raise ValueError(
-            f"{damaged} ({shown}: missing, added or changed since it was saved); {advice}"
-        )
+        raise ValueError(f"{damaged} ({shown}: missing, added or changed since then); {advice}")
     return manifest
 
 
 def _check_leaves(path: Path, saved: dict[str, Any], asked: dict[str, Any]) -> None:
     wrong = [name for name in {**asked, **saved} if saved.get(name) != asked.get(name)]
     if wrong:
-        lines = [
-            f"  {name}: saved {saved.get(name)}, asked for {asked.get(name)}" for name in wrong[:5]
-        ]
+        lines = [f"  {n}: saved {saved.get(n)}, asked for {asked.get(n)}" for n in wrong[:5]]
         raise ValueError(
             f"restore: {len(wrong)} leaves of the checkpoint {path} differ from state_like:\n"
             + "\n".join(lines)

@@ -322,7 +322,10 @@ def test_all_workers_hold_the_same_bits(law_row: Row, name: str):
 def test_pmap_and_shard_map_give_the_same_bits(law_row: Row, name: str):
     first, *others = [step(law_row, mode, name) for mode in law_row.modes]
     for other in others:
-        jax.tree.map(np.testing.assert_array_equal, first, other)
+        # A signal, not part of the mean: XLA may add up its squares in another order.
+        np.testing.assert_allclose(first.residual_ratio, other.residual_ratio, rtol=1e-5)
+        same = (step._replace(residual_ratio=np.zeros(())) for step in (first, other))
+        jax.tree.map(np.testing.assert_array_equal, *same)
 
 
 @pytest.mark.parametrize("name", ["dense", "first"])

@@ -220,9 +220,8 @@ def test_half_precision_gradients_accumulate_in_float32():
         return jnp.mean(batch["x"].astype(jnp.bfloat16)) * params["kernel"]
 
     tx = optax.chain(aggregate(Route.FP32), optax.sgd(1.0))
-    fresh = training.TrainState.create(
-        apply_fn=None, params={"kernel": jnp.zeros((), jnp.bfloat16)}, tx=tx
-    )
+    params = {"kernel": jnp.zeros((), jnp.bfloat16)}
+    fresh = training.TrainState.create(apply_fn=None, params=params, tx=tx)
     state, step = stepper("checked", fresh, loss, accumulate_steps=4)
     x = np.concatenate([[[1]] + [[2.0**-8]] * 3] * W).astype(np.float32)
     state, _ = step(state, {"x": x})
@@ -240,9 +239,8 @@ def test_loss_and_load_arrive_at_the_aggregation(mode):
 
 def test_the_largest_of_the_workers_loads_counts():
     def body(state, batch, load):
-        return training.train_step(state, batch, loss_fn=loss_fn, axis="batch", reducer_load=load)[
-            0
-        ]
+        options = {"loss_fn": loss_fn, "axis": "batch", "reducer_load": load}
+        return training.train_step(state, batch, **options)[0]
 
     mapped = jax.pmap(body, axis_name="batch", devices=DEVICES)
     shares = jax.tree.map(lambda x: x.reshape(W, SHARE, -1), batch_of())
@@ -366,9 +364,8 @@ def test_masked_and_multi_transform_work_after_the_aggregation(mode):
     tx = optax.chain(aggregate(Route.FP32), decay, optax.multi_transform(rates, LABELS))
     state, step = stepper(mode, state_of(tx))
     state, _ = step(state, batch_of())
-    changed = jax.tree.map(
-        lambda a, b: bool(np.any(a != b)), one_copy(mode, state.params), params_of()
-    )
+    after = one_copy(mode, state.params)
+    changed = jax.tree.map(lambda a, b: bool(np.any(a != b)), after, params_of())
     assert changed == {"dense": {"kernel": True, "bias": True}, "head": {"kernel": False}}
 
 

@@ -85,7 +85,9 @@ def test_a_job_writes_its_files_and_prints_one_table(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("loose_promotion")
-def test_shard_map_sends_the_same_bytes_as_pmap_and_an_earlier_jobs_traces_go(tmp_path):
+def test_shard_map_sends_the_same_bytes_as_pmap_and_an_earlier_jobs_traces_go(tmp_path, monkeypatch):
+    small = vision.Task(vision.load_digits, vision.MLP((16,), num_classes=10))
+    monkeypatch.setitem(vision.TASKS, "digits", small)
     old = tmp_path / "static-7" / "trace.jsonl"
     kept = tmp_path / "notes-1" / "trace.jsonl"
     for path in (old, kept):

@@ -1,0 +1,109 @@
+"""The command `nf-jax`: looks at profiles and runs. No logic here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+from rich.console import Console
+
+from nf_jax import report
+from nf_jax.plan import plan
+from nf_jax.profile import Profile
+from nf_jax.trace import read_trace
+
+Positional = tyro.conf.Positional
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """What a profile does to a model: regions, buckets, lanes, routes and exact bytes per worker."""
+
+    profile: Positional[Path]
+    """A profile (TOML)."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-w"])] = 8
+    """Size of the data-parallel axis."""
+    params: str | None = None
+    """MODULE:FUNCTION that returns the parameters or their shapes; default: the profile's own model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Validate:
+    """Checks profiles; says what is wrong where."""
+
+    profiles: Positional[tuple[Path, ...]]
+    """Profiles (TOML)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A run folder as a table, with a PNG beside every trace."""
+
+    run: Positional[Path]
+    """A folder with trace.jsonl files in it or below, or one trace."""
+    plots: bool = True
+    """Whether to draw the PNGs."""
+
+
+def main() -> None:
+    """Entry point of `nf-jax`; exits with 1 on a user error, with one line that says what to do."""
+    command = tyro.extras.subcommand_cli_from_dict(
+        {"inspect": Inspect, "validate": Validate, "report": Report}, prog="nf-jax", description=__doc__
+    )
+    console = Console()
+    try:
+        {Inspect: inspect, Validate: validate, Report: report_run}[type(command)](command, console)
+    except ValueError as error:
+        print(f"nf-jax: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def inspect(command: Inspect, console: Console) -> None:
+    profile = Profile.load(command.profile)
+    params = _shapes_of(profile) if command.params is None else _call(command.params)
+    for table in report.plan_tables(profile, plan(profile, params, command.workers)):
+        console.print(table)
+
+
+def validate(command: Validate, console: Console) -> None:
+    if not command.profiles:
+        raise ValueError("validate: expected at least one profile, for example profiles/digits-mlp.toml")
+    for path in command.profiles:
+        profile = Profile.load(path)
+        console.print(f"{path}: good; {len(profile.regions)} regions, {len(profile.phases)} phases")
+
+
+def report_run(command: Report, console: Console) -> None:
+    console.print(report.run_table(command.run))
+    for path in report.find_traces(command.run):
+        trace = read_trace(path)
+        console.print(f"{path}:\n{report.describe(report.explain(trace))}", highlight=False)
+        if command.plots and trace.steps:
+            report.plot_trace(trace, path.with_suffix(".png"), path.parent.name)
+            console.print(f"  drawn: {path.with_suffix('.png')}", highlight=False)
+
+
+def _shapes_of(profile: Profile) -> Any:
+    if profile.model is None:
+        raise ValueError(
+            f"profile {profile.name!r} has no [model]; say which parameters to plan for: "
+            "--params MODULE:FUNCTION, a function without arguments that returns them or their shapes"
+        )
+    return {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in profile.model.leaves}
+
+
+def _call(spec: str) -> Any:
+    module, _, function = spec.partition(":")
+    try:
+        return jax.eval_shape(getattr(importlib.import_module(module), function))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--params {spec}: expected MODULE:FUNCTION, cannot call it: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Tables and pictures for people: what a plan routes how, and what a run did."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from nf_jax.health import STATES, TRIGGERS, Health, Trigger
+from nf_jax.plan import Plan
+from nf_jax.profile import Profile, Route
+from nf_jax.telemetry import REASONS, Reason
+from nf_jax.trace import Trace, read_trace
+
+# Okabe and Ito's colours, told apart with every kind of sight; in the order of `Route`.
+_COLORS = ("#DDDDDD", "#009E73", "#0072B2", "#E69F00")
+
+
+def plan_tables(profile: Profile, plan: Plan) -> list[Table]:
+    """What travels how: one line per lane, the sums per phase, and the reasons that occur."""
+    lanes = _table(f"{profile.name}: {plan.num_lanes} lanes, {plan.num_workers} workers")
+    for name in (
+        "lane",
+        "group",
+        "leaves",
+        "elements",
+        "low-bit part",
+        *(r.name for r in Route),
+        "always FP32",
+    ):
+        lanes.add_column(name, justify="left" if name in ("lane", "always FP32") else "right", no_wrap=True)
+    packed = {leaf: s.size for g in plan.groups for leaf, s in zip(g.leaves, g.segments, strict=True)}
+    for i, name in enumerate(plan.lanes.names):
+        sizes = [packed.get(leaf, 0) for leaf in plan.lane_leaves[i]]
+        group, reason = plan.lanes.groups[i], plan.lanes.fixed[i]
+        routes = plan.groups[group].routes if group >= 0 else (Route.FP32,)
+        lanes.add_row(
+            name,
+            str(group) if group >= 0 else "",
+            str(len(plan.lane_leaves[i])),
+            f"{plan.lanes.num_elements[i]:,}",
+            f"{sum(sizes) / plan.lanes.num_elements[i]:.1%}",
+            *(f"{plan.lanes.wire_bytes[i][r]:,}" if r in routes else "" for r in Route),
+            "" if reason is None else REASONS[reason],
+        )
+    return [lanes, _phase_table(profile, plan)]
+
+
+def _phase_table(profile: Profile, plan: Plan) -> Table:
+    table = _table("bytes a worker sends in one healthy step, by phase")
+    for name in ("from step", *profile.region_names, "bytes", "of FP32"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for start, by_region in profile.route_table:
+        routes = [
+            by_region[region] if fixed is None else Route.FP32
+            for region, fixed in zip(plan.lanes.regions, plan.lanes.fixed, strict=True)
+        ]
+        sent = plan.wire_bytes(routes)
+        fraction = f"{sent / plan.fp32_bytes:.2%}" if plan.fp32_bytes else "-"
+        table.add_row(f"{start:,}", *(route.name for route in by_region), f"{sent:,}", fraction)
+    table.caption = f"protected share: {plan.protected_share:.2%} of the elements may only travel in FP32"
+    return table
+
+
+def run_table(folder: Path) -> Table:
+    """A run folder as one table: a line per trace, targets said to be met or missed.
+
+    Raises:
+      ValueError: no trace lies in the folder or below it.
+    """
+    table = _table(str(folder))
+    for name in ("run", "steps", "wire/FP32", "low-bit steps", "trips", "last state", "last loss", "target"):
+        table.add_column(name, justify="left" if name in ("run", "last state") else "right", no_wrap=True)
+    results = _results(folder)
+    torn = []
+    for path in find_traces(folder):
+        trace = read_trace(path)
+        name = str(path.parent.relative_to(folder)) if path.parent != folder else path.stem
+        torn += [name] if trace.truncated else []
+        table.add_row(name, *_summarize(trace), _judge(trace, results.get(name)))
+    if torn:
+        table.caption = f"cut off in the middle of a line, read up to the last whole step: {', '.join(torn)}"
+    return table
+
+
+def find_traces(folder: Path) -> list[Path]:
+    """All traces in a run folder and below."""
+    found = [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl"))
+    if not found:
+        raise ValueError(
+            f"{folder}: expected a run folder with trace.jsonl files in it, found none. Runs of the "
+            "experiments write them under --out; nf_jax.trace.TraceWriter writes your own."
+        )
+    return found
+
+
+def _summarize(trace: Trace) -> list[str]:
+    steps = trace.steps
+    if not steps:
+        return ["0", *["-"] * 5]
+    sent, fp32 = (sum(step[key] for step in steps) for key in ("wire_bytes", "fp32_bytes"))
+    low = sum(any(step["routes"]) for step in steps)
+    states = collections.Counter(Health(state).name for state in steps[-1]["health_state"])
+    loss = steps[-1]["signals"]["loss"] if steps[-1]["signals"]["has_loss"] else None
+    return [
+        f"{len(steps):,}",
+        f"{sent / fp32:.4f}" if fp32 else "-",
+        f"{low / len(steps):.1%}",
+        str(max(steps[-1]["trips"], default=0)),
+        ", ".join(f"{count} {state}" for state, count in states.items()),
+        "-" if loss is None else f"{loss:.4g}",
+    ]
+
+
+def _results(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / "summary.json"
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text())
+    return {f"{row['policy']}-{row['seed']}": row for row in rows}
+
+
+def _judge(trace: Trace, row: dict[str, Any] | None) -> str:
+    target = Profile.loads(trace.header["profile"], source="the trace's profile").target
+    if target is None or row is None or row["metric"] != target.metric:
+        return "-"
+    verdict = "met" if target.is_met(row["value"]) else "missed"
+    return f"{verdict}: {row['value']:.2f} against {target.reference:.2f} +- {target.tolerance:.2f}"
+
+
+def explain(trace: Trace) -> list[str]:
+    """Sentences: why lanes travelled as they did, and what tripped when."""
+    counts = collections.Counter(reason for step in trace.steps for reason in step["reasons"])
+    total = sum(counts.values())
+    lines = [f"{n / total:.1%} of lane-steps: {REASONS[Reason(r)]}" for r, n in counts.most_common()]
+    before = [0] * len(trace.steps[0]["trips"]) if trace.steps else []
+    names = Profile.loads(trace.header["profile"], source="the trace's profile").region_names
+    for step in trace.steps:
+        for region, (old, new) in enumerate(zip(before, step["trips"], strict=True)):
+            if new > old:
+                trigger, state = Trigger(step["trigger"][region]), Health(step["health_state"][region])
+                lines.append(f"step {step['step']}, {names[region]}: {TRIGGERS[trigger]}; {STATES[state]}")
+        before = step["trips"]
+    return lines
+
+
+def plot_trace(trace: Trace, path: Path, title: str) -> None:
+    """Loss, gradient norm and routes over steps, as a PNG.
+
+    Raises:
+      ValueError: matplotlib is not installed, or the trace has no step.
+    """
+    try:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError('plots need matplotlib: pip install "nf-jax[experiments]"') from None
+    if not trace.steps:
+        raise ValueError(f"{title}: expected a trace with at least one step to plot")
+    steps = [step["step"] for step in trace.steps]
+    signals = [step["signals"] for step in trace.steps]
+    figure = Figure(figsize=(9, 6 + 0.12 * len(trace.lanes.names)), layout="constrained")
+    heights = (2, 2, 1 + 0.12 * len(trace.lanes.names))
+    axes = figure.subplots(3, 1, sharex=True, height_ratios=heights)
+    axes[0].plot(steps, [s["loss"] if s["has_loss"] else np.nan for s in signals], color="#000000", lw=1)
+    axes[0].set(title=f"{title}: loss", ylabel="mean over workers")
+    names = Profile.loads(trace.header["profile"], source="the trace's profile").region_names
+    for region, name in enumerate(names):
+        axes[1].plot(steps, [s["gradient_norm"][region] for s in signals], lw=1, label=name)
+    axes[1].set(title="norm of the local gradient", ylabel="RMS over workers", yscale="log")
+    axes[1].legend(frameon=False, ncols=4, fontsize=8)
+    grid = np.asarray([step["routes"] for step in trace.steps]).T
+    edges = np.append(steps, steps[-1] + 1), np.arange(grid.shape[0] + 1)
+    axes[2].pcolormesh(*edges, grid, cmap=ListedColormap(_COLORS), vmin=0, vmax=3)
+    axes[2].set(title=f"route of every lane ({_legend(grid)})", xlabel="step")
+    axes[2].set_yticks(np.arange(grid.shape[0]) + 0.5, trace.lanes.names, fontsize=7)
+    axes[2].invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def _legend(grid: np.ndarray) -> str:
+    colors = ("grey", "green", "blue", "orange")
+    return ", ".join(f"{colors[r]}: {Route(r).name}" for r in np.unique(grid).tolist())
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+
+
+def describe(lines: Sequence[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
