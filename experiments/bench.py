@@ -104,7 +104,7 @@ def bench_codec(config: Config) -> dict[str, Any]:
     """16 MiB as one square matrix on one device, as worker and reducer of W = 8 would handle it."""
     side = int((config.megabytes * 2**18) ** 0.5)
     values = jax.random.normal(jax.random.key(0), (side, side))
-    arms = {"copy": functools.partial(jax.jit(lambda x: x * 2), values)}
+    arms: dict[str, Callable[[], Any]] = {"copy": functools.partial(jax.jit(lambda x: x * 2), values)}
     arms["plain"] = functools.partial(jax.jit(functools.partial(code_plain, num_workers=8)), values)
     for scale in ("leaf", "rank1"):
         segment = codecs.make_segment(values.shape, 8, scale)
@@ -366,9 +366,8 @@ def bench_memory(config: Config) -> dict[str, Any]:
     for name, profile in {"sign": Profile.static(Route.SIGN), "guided": guided_profile(10)}.items():
         compiled, *_ = compile_aggregation(profile, shapes, config.devices)
         analysis = compiled.memory_analysis()
-        state = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=config.devices).init(
-            {key: jnp.zeros(shape) for key, shape in shapes.items()}
-        )
+        tx = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=config.devices)
+        state: Any = tx.init({key: jnp.zeros(shape) for key, shape in shapes.items()})
         memory_bytes = {
             field: sum(leaf.nbytes for leaf in getattr(state.memory, field).values())
             for field in state.memory._fields

@@ -8,6 +8,7 @@ and in several; only `mean_exact` leaves the order to the backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +65,9 @@ def check_local(leaves: Sequence[Array], paths: Sequence[str], axis: AxisName) -
     if sharded:
         others = sorted(frozenset().union(*map(_varying, leaves)) - _names(axis))
         raise ValueError(
-            f"aggregate_gradients: expected gradients that vary over axis {axis!r} only, but {_some(sharded)} "
-            f"differ(s) over {others} too: parameters sharded over another manual axis are not supported. "
+            f"aggregate_gradients: expected gradients that vary over axis {axis!r} only, but "
+            f"{_some(sharded)} differ(s) over {others} too: parameters sharded over another manual axis are "
+            "not supported. "
             f"Leave {others} to the compiler (shard_map's axis_names={{...}}), or pass them in `axis`."
         )
     summed = [path for path, leaf in zip(paths, leaves, strict=True) if not _names(axis) <= _varying(leaf)]
@@ -101,21 +103,29 @@ def mean_exact(leaves: Sequence[Array], axis: AxisName) -> list[Array]:
 def mean_leaves(leaves: Sequence[Array], axis: AxisName) -> list[Array]:
     """The plain mean of leaves of any numeric dtype, in that dtype.
 
-    `f16` and `bf16` are summed in f32, so that the sum loses and overflows nothing; integers are summed
-    as integers and their mean is rounded to the nearest.
+    `f16` and `bf16` are summed in f32, small integers in 32 bits, so that the sum loses and overflows
+    nothing; the mean of integers is rounded to the nearest, half to even, without leaving the integers.
     """
     if lax.axis_size(axis) == 1 and not is_checked(axis):
         return list(leaves)
-    wide = [
-        leaf.astype(jnp.float32) if leaf.dtype in (jnp.bfloat16, jnp.float16) else leaf for leaf in leaves
-    ]
+    wide = [leaf.astype(_WIDE.get(leaf.dtype.name, leaf.dtype)) for leaf in leaves]
     inexact = [i for i, leaf in enumerate(wide) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     integers = [i for i in range(len(wide)) if i not in set(inexact)]
     means = dict(zip(inexact, mean_exact([wide[i] for i in inexact], axis), strict=True))
     if integers:
         sums = lax.psum(tuple(wide[i] for i in integers), axis)
-        means |= {i: jnp.round(s / lax.axis_size(axis)) for i, s in zip(integers, sums, strict=True)}
+        means |= {i: _round_mean(s, lax.axis_size(axis)) for i, s in zip(integers, sums, strict=True)}
     return [means[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
+
+
+_WIDE: dict[str, Any] = dict.fromkeys(("bfloat16", "float16"), jnp.float32)
+_WIDE |= dict.fromkeys(("int8", "int16"), jnp.int32) | dict.fromkeys(("uint8", "uint16"), jnp.uint32)
+
+
+def _round_mean(total: Array, num: int) -> Array:
+    quotient, twice = total // num, 2 * (total % num)
+    up = (twice > num) | ((twice == num) & (quotient % 2 == 1))
+    return quotient + up.astype(total.dtype)
 
 
 def exchange(shards: Array, axis: AxisName) -> Array:

@@ -231,7 +231,7 @@ def _branch(
             server = None if server is None else _update(operands.ok, server, averaged.server)
         return _Outcome(
             [m.astype(g.dtype) for m, g in zip(averaged.means, operands.gradients, strict=True)],
-            [collectives.varying(stack, axis) for stack in averaged.sent] if keep_sent else [],
+            [collectives.varying(stack, axis) for stack in averaged.sent()] if keep_sent else [],
             [collectives.varying(stack, axis) for stack in residuals],
             None if server is None else collectives.varying(server, axis),
             averaged.agreement,

@@ -286,8 +286,9 @@ class Profile(checks.File):
             raise ValueError(checks.join_lines(f"{head}; calibrate anew or drop `model`:", lines))
 
     @classmethod
-    def static(cls, route: Route, **codec: Any) -> Self:
+    def static(cls, route: Route | str, **codec: Any) -> Self:
         """Return the profile of one route for everything, always; `codec`: fields of `Codec`."""
+        route = Route[route.upper()] if isinstance(route, str) else route
         return cls(
             name=f"static_{route.name.lower()}",
             fallback=False,

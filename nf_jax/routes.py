@@ -89,7 +89,7 @@ class Averaged(NamedTuple):
 
     Attributes:
       means: `f32[*shape]`, the same bits on all workers.
-      sent: stacks, this worker's share of the mean as the others understood it.
+      sent: makes stacks, this worker's share of the mean as the others understood it; called where needed.
       residuals: stacks, gradient + old residual - sent; None without error feedback.
       server: the new server residual, or None.
       agreement: `f32[lanes]`, mean |votes| in [0, 1]; -1 where nothing was voted.
@@ -97,7 +97,7 @@ class Averaged(NamedTuple):
     """
 
     means: list[Array]
-    sent: list[Array]
+    sent: Callable[[], list[Array]]
     residuals: Sequence[Array] | None
     server: Array | None
     agreement: Array
@@ -110,9 +110,8 @@ class Averaged(NamedTuple):
 def average_fp32(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
     """The plain mean; residuals are left as they are (`settle_fp32` pays them out)."""
     means = collectives.mean_exact(_wide(given), axis)
-    return Averaged(
-        means, stack_leaves(group, _wide(given)), given.residuals, given.server, *_nothing_voted(group)
-    )
+    sent = lambda: stack_leaves(group, _wide(given))  # noqa: E731
+    return Averaged(means, sent, given.residuals, given.server, *_nothing_voted(group))
 
 
 def settle_fp32(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
@@ -130,7 +129,7 @@ def settle_fp32(group: Group, given: Given, axis: collectives.AxisName) -> Avera
     means = collectives.mean_exact(local, axis)
     zeros = [jnp.zeros_like(stack) for stack in local] if given.residuals is not None else None
     server = None if given.server is None else jnp.zeros_like(given.server)
-    return Averaged(_natural(given, means), local, zeros, server, *_nothing_voted(group))
+    return Averaged(_natural(given, means), lambda: local, zeros, server, *_nothing_voted(group))
 
 
 def _owed(group: Group, server: Array, axis: collectives.AxisName) -> list[Array]:
@@ -175,7 +174,7 @@ def average_bf16(group: Group, given: Given, axis: collectives.AxisName) -> Aver
     norms = _by_lane(group, jnp.concatenate([_squared_norms(stack) for stack in means]))
     no_votes, _ = _nothing_voted(group)
     ratio = _ratio(squared / jnp.float32(num_workers), norms)
-    return Averaged(_natural(given, means), sent, residuals, server, no_votes, ratio)
+    return Averaged(_natural(given, means), lambda: sent, residuals, server, no_votes, ratio)
 
 
 def _poisoned(mean: Array) -> Array:
@@ -225,7 +224,7 @@ def _average_votes(group: Group, given: Given, axis: collectives.AxisName, gated
     ratio = _ratio(squared / jnp.float32(gathered.shape[0]), mean_squared)
     return Averaged(
         _natural(given, means),
-        sent,
+        lambda: sent,
         residuals,
         down.server,
         agreeing * np.asarray(1 / sizes, np.float32),
@@ -406,20 +405,26 @@ def _valid_elements(group: Group, axis: collectives.AxisName) -> Array:
 
 
 def stack_leaves(group: Group, leaves: Sequence[Array]) -> list[Array]:
-    """The group's leaves as one array a stack, `[k, *matrix_shape]`."""
+    """The group's leaves as one array a stack, `[k, *matrix_shape]`.
+
+    Written out, so that a stack is copied once and its making is not fused into every reader: a fusion of
+    dozens of operands takes XLA long to compile.
+    """
     matrices = [
         leaf.reshape(1, *segment.matrix_shape) for leaf, segment in zip(leaves, group.segments, strict=True)
     ]
     stops = np.cumsum(group.stacks).tolist()
     return [
-        jnp.concatenate(matrices[stop - count : stop]) if count > 1 else matrices[stop - 1]
+        lax.optimization_barrier(jnp.concatenate(matrices[stop - count : stop]))
+        if count > 1
+        else matrices[stop - 1]
         for count, stop in zip(group.stacks, stops, strict=True)
     ]
 
 
 def unstack(stacks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """Stacks back to leaves of these shapes."""
-    matrices = [stack[i] for stack in stacks for i in range(stack.shape[0])]
+    matrices = [part for stack in stacks for part in jnp.split(stack, stack.shape[0])]
     return [matrix.reshape(shape) for matrix, shape in zip(matrices, shapes, strict=True)]
 
 

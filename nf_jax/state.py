@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
@@ -141,7 +142,7 @@ def shard_state(state: Any, mesh: Mesh, axis: AxisName | None = None) -> Any:
             host = np.broadcast_to(host, (num_workers, *host.shape[1:]))
         return jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda index: host[index])
 
-    return jax.tree.map(place, state, state_spec(state, axis))
+    return wrap_keys(state, jax.tree.map(place, unwrap_keys(state), state_spec(state, axis)))
 
 
 def find_states(tree: Any) -> list[tuple[str, AggregateState]]:
@@ -178,3 +179,27 @@ def _first_worker(leaf: Any) -> Any:
 
 def _is_aggregate(node: Any) -> bool:
     return isinstance(node, AggregateState)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed PRNG key array."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def unwrap_keys(tree: Any) -> Any:
+    """PRNG keys as their data."""
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
+
+
+def wrap_keys(like: Any, tree: Any) -> Any:
+    """Keys where `like` has keys, from their data."""
+
+    def wrap(pattern: Any, leaf: Any) -> Any:
+        if not is_key(pattern):
+            return leaf
+        impls = []  # JAX tells it of arrays only, and `pattern` may be abstract
+        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), pattern)
+        return jax.random.wrap_key_data(leaf, impl=impls[0])
+
+    return jax.tree.map(wrap, like, tree)

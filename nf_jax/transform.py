@@ -94,13 +94,14 @@ def aggregate_gradients(
 
         signals, ok = _measure(plan, len(profile.regions), leaves, value, reducer_load, axis)
         chosen = jnp.asarray(state.info.next_routes) if pinned is None else pinned
-        memory = jax.tree.map(lambda leaf: leaf[0], state.memory)
+        memory = jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), state.memory)
         result = average(plan, chosen, leaves, memory, state.pending, axis, seed=_seed(state.step), ok=ok)
         signals = signals._replace(agreement=result.agreement, residual_ratio=result.residual_ratio)
 
         new_state = _advance(profile, plan, state, jnp.asarray(chosen, jnp.int32), signals)
         new_state = new_state._replace(
-            pending=result.pending, memory=jax.tree.map(lambda leaf: leaf[None], result.memory)
+            pending=result.pending,
+            memory=jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), result.memory),
         )
         return jax.tree.unflatten(treedef, result.means), new_state
 

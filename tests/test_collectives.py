@@ -123,6 +123,9 @@ def test_what_varies_is_known_where_jax_checks_it(mode: str):
 # -------------------------------------------------------------------------------------- movement
 
 
+MEAN_DTYPES: tuple[Any, ...] = ("float32", "bfloat16", "float16", "complex64")
+
+
 @functools.cache
 def moved(num_workers: int, mode: str, num: int) -> dict[str, np.ndarray]:
     """All movements of one `f32[W, n]` at once, so that each cell is compiled once."""
@@ -137,7 +140,7 @@ def moved(num_workers: int, mode: str, num: int) -> dict[str, np.ndarray]:
             "agree": agreed,
             "exchange": collectives.exchange(blocks, AXIS),
             "mean": collectives.mean_exact([x, x[:1]], AXIS),
-            "sum": collectives.sum_integers([(x * 100).astype(jnp.int32)], AXIS),
+            "leaves": collectives.mean_leaves([x.astype(d) for d in MEAN_DTYPES], AXIS),
             "index": collectives.worker_index(AXIS),
         }
 
@@ -184,15 +187,45 @@ def test_agree_is_the_mean_of_what_travels_as_bf16(cell: Any):
 
 
 @each_cell
-def test_the_exact_mean_and_the_integer_sum(cell: Any):
+def test_the_exact_mean_is_in_the_leafs_dtype(cell: Any):
     num_workers, _, num = cell
     values, found = per_worker(num_workers, num), moved(*cell)
     slack = np.abs(values).max() * num_workers * 2.0**-23
     for mean, expected in zip(found["mean"], (values, values[:, :1]), strict=True):
         assert rows_are_equal(mean)
         np.testing.assert_allclose(mean[0], expected.astype(np.float64).mean(0), atol=slack)
-    integers = (values * np.float32(100)).astype(np.int32)
-    np.testing.assert_array_equal(found["sum"][0][0], integers.sum(0))
+    for mean, dtype in zip(found["leaves"], MEAN_DTYPES, strict=True):
+        assert mean.dtype == dtype and rows_are_equal(mean)
+        exact = values.astype(dtype).astype(np.complex128).mean(0)
+        eps = float(jnp.finfo(dtype).eps)
+        tolerance = eps * np.abs(exact) + slack + 2.0**-24
+        assert (np.abs(mean[0].astype(np.complex128) - exact) <= tolerance).all()
+
+
+INTEGERS = {
+    "rounded": np.arange(-40, 40).reshape(8, 10).astype(np.int32),
+    "half to even": np.repeat([[1], [2]], 4, axis=0).astype(np.int32) + np.arange(8, dtype=np.int32),
+    "beyond f32": np.full((8, 2), 2**24 + 1, np.int32),
+    "int8": np.full((8, 3), 100, np.int8),
+    "minus": np.full((8, 3), -128, np.int8),
+    "uint8": np.full((8, 3), 255, np.uint8),
+    "uint16": np.full((8, 3), 65535, np.uint16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_workers", (1, 8))
+def test_the_mean_of_integers_is_the_nearest_one(num_workers: int, mode: str):
+    values = {name: leaf[:num_workers] for name, leaf in INTEGERS.items()}
+    means = run(
+        lambda x, _: dict(zip(x, collectives.mean_leaves(list(x.values()), AXIS), strict=True)),
+        values,
+        mode,
+    )
+    for name, leaf in values.items():
+        assert means[name].dtype == leaf.dtype
+        expected = np.round(leaf.astype(np.float64).mean(0)).astype(leaf.dtype)
+        np.testing.assert_array_equal(means[name][0], expected, err_msg=name)
 
 
 @pytest.mark.parametrize("num_workers", (2, 8))

@@ -45,6 +45,8 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "replay": (6, {"profile", "health", "capacity", "controller", "telemetry", "trace"}),
     "substrate": (6, {"routes", "capacity"}),
     "training": (7, {"collectives", "state", "transform"}),
+    "checkpoint": (7, {"state"}),
+    "report": (7, {"profile", "health", "plan", "telemetry", "trace"}),
     "calibrate": (7, {"profile", "transform", "replay", "telemetry", "trace"}),
     "cli": (8, None),
     "__init__": (8, None),
@@ -56,7 +58,7 @@ SAME_ROW = {("profile", "checks")}
 # Third-party packages that only some files may import; None: no file.
 RESTRICTED: dict[str, set[str] | None] = {
     "flax": {"training"},
-    "orbax": {"training"},
+    "orbax": {"checkpoint"},
     "optuna": {"calibrate"},
     "experiments": None,
     "tests": None,

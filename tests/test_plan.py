@@ -186,8 +186,8 @@ def test_wire_bytes_add_up_over_lanes_and_groups(num_workers: int):
         plan.wire_bytes([0, 0])
 
 
-def test_half_precision_costs_what_it_travels_as():
-    for dtype in ("float32", "bfloat16", "float16"):
+def test_small_dtypes_cost_what_they_travel_as():
+    for dtype in ("float32", "bfloat16", "float16", "int8", "uint16", "int32"):
         plan = make_plan(Profile.static(FP32), {"w": array(100, dtype=dtype)}, 4)
         assert plan.fp32_bytes == 600
     assert make_plan(Profile.static(FP32), {"w": array(10, dtype="complex64")}, 4).fp32_bytes == 120

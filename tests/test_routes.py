@@ -87,7 +87,7 @@ def row(route: Route, *, num_workers: int = 8, dtype: str = "float32", **codec: 
     return Row(route, Codec(**{"scale": "leaf", **codec}), num_workers, dtype)
 
 
-NONE = dict(error_feedback=False, server_error_feedback=False)
+NONE: dict[str, Any] = dict(error_feedback=False, server_error_feedback=False)
 ROWS = {
     "fp32": Row(FP32),
     "fp32 beside sign": Row(FP32, Codec(scale="leaf"), beside=SIGN),
@@ -170,7 +170,7 @@ def program(row: Row, mode: str) -> Program:
         if mode == "checked":  # the type itself says that all workers hold the same
             same = [result.means, result.agreement, result.residual_ratio, result.pending]
             assert all(AXIS not in jax.typeof(x).mat.varying for x in jax.tree.leaves(same))
-        return Step(
+        values: tuple[Any, ...] = (
             dict(zip(plan.paths, result.means, strict=True)),
             dict(zip(plan.paths, result.sent, strict=True)),
             result.memory.residual,
@@ -179,6 +179,7 @@ def program(row: Row, mode: str) -> Program:
             result.agreement,
             result.residual_ratio,
         )
+        return Step(*values)
 
     function = mapped(step, row.num_workers, mode, on_trace=lambda: traces.append(None))
     compiled = function.lower(*inputs(row, "dense")).compile()

@@ -80,7 +80,7 @@ def test_specs_split_the_memory_and_nothing_else():
 
 
 def test_sharding_gives_every_worker_its_own_memory():
-    state = optax.chain(aggregate(), optax.adam(1e-3)).init(PARAMS)
+    state: Any = optax.chain(aggregate(), optax.adam(1e-3)).init(PARAMS)
     placed = nf_jax.shard_state(state, mesh_of(W))
     ((_, aggregated),) = find_states(placed)
     residual = aggregated.memory.residual["kernel"]

@@ -19,7 +19,7 @@ from jax.extend import core as jax_core
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import nf_jax
-from nf_jax import training
+from nf_jax import checkpoint, training
 from nf_jax.profile import Profile, Route
 from nf_jax.state import find_states
 
@@ -444,13 +444,13 @@ def is_key(leaf: Any) -> bool:
 @pytest.mark.parametrize("mode", ["pmap", "checked"])
 def test_training_continues_from_a_checkpoint_bit_for_bit(mode, tmp_path):
     state, step = trained(mode)
-    assert training.latest_step(tmp_path) is None
-    assert training.save(tmp_path, state) == tmp_path / "2"
-    training.save(tmp_path, state, step=1)
-    assert training.latest_step(tmp_path) == 2
+    assert checkpoint.latest_step(tmp_path) is None
+    assert checkpoint.save(tmp_path, state) == tmp_path / "2"
+    checkpoint.save(tmp_path, state, step=1)
+    assert checkpoint.latest_step(tmp_path) == 2
     fresh = state_of(sgd(), rng=jax.random.key(0))
     like = training.replicate(fresh, DEVICES) if mode == "pmap" else training.place(fresh, MESH)
-    back = training.restore(tmp_path, like)
+    back = checkpoint.restore(tmp_path, like)
     assert jax.tree.structure(back) != jax.tree.structure(state)  # another tx of the same make
     back = back.replace(tx=state.tx)
     chex.assert_trees_all_equal(host(back), host(state))
@@ -473,8 +473,8 @@ def test_leaves_of_every_kind_survive(tmp_path):
         "python": [True, 7, 1.5],
         "empty": optax.EmptyState(),
     }
-    training.save(tmp_path, tree, step=0)
-    back = training.restore(tmp_path, tree)
+    checkpoint.save(tmp_path, tree, step=0)
+    back = checkpoint.restore(tmp_path, tree)
     assert list(map(type, jax.tree.leaves(back))) == list(map(type, jax.tree.leaves(tree)))
     jax.tree.map(np.testing.assert_array_equal, *(host_leaves(x) for x in (back, tree)))
     assert str(back["key"].dtype) == "key<rbg>"
@@ -490,21 +490,21 @@ def host_leaves(tree: Any) -> list[np.ndarray]:
 
 def test_a_checkpoint_restores_into_an_abstract_state(tmp_path):
     fresh = state_of(sgd(), rng=jax.random.key(7))
-    training.save(tmp_path, fresh)
-    back = training.restore(tmp_path, jax.eval_shape(lambda: fresh))
+    checkpoint.save(tmp_path, fresh)
+    back = checkpoint.restore(tmp_path, jax.eval_shape(lambda: fresh))
     jax.tree.map(np.testing.assert_array_equal, *(host_leaves(x) for x in (back, fresh)))
 
 
 def test_a_state_that_lost_its_residuals_is_not_saved(tmp_path):
     state, _ = trained("pmap", 1)
     with pytest.raises(ValueError, match=r"state at opt_state/0 .* was unreplicated"):
-        training.save(tmp_path, flax.jax_utils.unreplicate(state))
+        checkpoint.save(tmp_path, flax.jax_utils.unreplicate(state))
     state, _ = trained("unchecked", 1)
     lost = find_states(state)[0][1].memory
     lost = jax.tree.map(lambda leaf: leaf[:1], lost)  # what out_specs=P() leaves of it
     opt_state = (state.opt_state[0]._replace(memory=lost), *state.opt_state[1:])
     with pytest.raises(ValueError, match=r"left the mapped function under PartitionSpec\(\)"):
-        training.save(tmp_path, state.replace(opt_state=opt_state))
+        checkpoint.save(tmp_path, state.replace(opt_state=opt_state))
     assert not list(tmp_path.iterdir())
 
 
@@ -512,7 +512,7 @@ def test_a_state_that_lost_its_residuals_is_not_saved(tmp_path):
 def saved(tmp_path_factory) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp("saved")
     state = training.place(state_of(sgd()), MESH)
-    training.save(directory, state, step=5)
+    checkpoint.save(directory, state, step=5)
     return directory, state
 
 
@@ -543,24 +543,24 @@ def test_a_torn_checkpoint_is_refused_by_name(which, damage, saved, tmp_path):
         else next(file for file in files if file.name == which)
     )
     with pytest.raises(ValueError, match=f"checkpoint {tmp_path}/5 is torn or corrupted"):
-        training.restore(tmp_path, state)
+        checkpoint.restore(tmp_path, state)
 
 
 def test_a_missing_checkpoint_is_refused_by_name(tmp_path, saved):
     directory, state = saved
     with pytest.raises(ValueError, match=f"expected a checkpoint in {tmp_path}, found none"):
-        training.restore(tmp_path, state)
+        checkpoint.restore(tmp_path, state)
     with pytest.raises(ValueError, match=f"expected a checkpoint at {directory}/6, found none"):
-        training.restore(directory, state, step=6)
+        checkpoint.restore(directory, state, step=6)
     with pytest.raises(ValueError, match=f"{directory}/5 exists already"):
-        training.save(directory, state, step=5)
+        checkpoint.save(directory, state, step=5)
 
 
 def test_a_save_that_was_interrupted_is_no_checkpoint(tmp_path, saved):
     source, state = saved
     shutil.copytree(source / "5", tmp_path / "6.partial")
-    assert training.latest_step(tmp_path) is None
-    assert training.save(tmp_path, state, step=6).name == "6"
+    assert checkpoint.latest_step(tmp_path) is None
+    assert checkpoint.save(tmp_path, state, step=6).name == "6"
     assert [child.name for child in tmp_path.iterdir()] == ["6"]
 
 
@@ -575,7 +575,7 @@ def test_a_save_that_was_interrupted_is_no_checkpoint(tmp_path, saved):
 def test_a_checkpoint_of_another_make_is_refused_by_leaf(other, leaf, saved):
     directory, _ = saved
     with pytest.raises(ValueError, match=rf"(?s)checkpoint {directory}/5 differ.*{leaf}"):
-        training.restore(directory, training.place(other(), MESH))
+        checkpoint.restore(directory, training.place(other(), MESH))
 
 
 def test_a_checkpoint_for_another_number_of_workers_or_layout_is_refused(saved):
@@ -584,6 +584,6 @@ def test_a_checkpoint_for_another_number_of_workers_or_layout_is_refused(saved):
     two = state_of(optax.chain(aggregate(num_workers=2), optax.sgd(0.1)))
     mesh = Mesh(np.asarray(devices), ("batch",), axis_types=(AxisType.Auto,))
     with pytest.raises(ValueError, match="and number of workers"):
-        training.restore(directory, training.place(two, mesh))
+        checkpoint.restore(directory, training.place(two, mesh))
     with pytest.raises(ValueError, match="in the layout that was saved"):
-        training.restore(directory, training.replicate(state_of(sgd()), DEVICES))
+        checkpoint.restore(directory, training.replicate(state_of(sgd()), DEVICES))

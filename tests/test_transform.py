@@ -38,7 +38,7 @@ def profile(*, body: Any = SIGN, codec: Any = None, **changes: Any) -> Profile:
         name="test",
         regions=(
             Region(name="head", pattern="head/.*"),
-            Region(name="body", pattern="body/.*", codec=Codec(**(codec or {"scale": "leaf"}))),
+            Region(name="body", pattern="body/.*", codec=Codec.model_validate(codec or {"scale": "leaf"})),
         ),
         phases=tuple(
             Phase(start_step=step, routes={"head": FP32, "body": route}) for step, route in phases.items()
@@ -338,7 +338,7 @@ def test_pinned_routes_give_the_same_bits_and_say_what_they_send(route: Route):
             jax.tree.map(np.testing.assert_array_equal, run.memory, free.memory)
     if route == SIGN:
         extra = {k: np.zeros(W, np.float32) for k in ("value", "reducer_load")}
-        hlo = run.function.lower(gradients(0), run.state, extra).compile().as_text()
+        hlo = str(run.function.lower(gradients(0), run.state, extra).compile().as_text())
         assert 0 <= run.info.wire_bytes - sent_bytes(hlo, W) < len(routes) + 1
 
 

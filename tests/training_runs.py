@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from workers import AXIS, mesh_of
 
 import nf_jax
+from nf_jax.state import find_states
 
 
 class Run:
@@ -71,6 +72,6 @@ class Run:
     @property
     def memory(self) -> Any:
         """Residuals as `[W, 1, ...]` under pmap and `[W, ...]` under shard_map: here the latter."""
-        ((_, state),) = nf_jax.state.find_states(self.state)
+        ((_, state),) = find_states(self.state)
         memory = jax.tree.map(np.asarray, state.memory)
         return jax.tree.map(lambda x: x[:, 0], memory) if self.mode == "pmap" else memory
