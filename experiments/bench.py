@@ -59,6 +59,8 @@ class Config:
     """Size of the gradient for codec, control and wire, in MiB of f32."""
     layers: int = 300
     """Layers of the model whose compile time is measured: two leaves each, two lanes to three layers."""
+    workers: tuple[int, ...] = (2, 4, 8)
+    """Numbers of workers for which bytes on the wire are read off the compiled program."""
     devices: int = 8
     """Virtual CPU devices; ignored on accelerators."""
 
@@ -298,7 +300,7 @@ def bench_compile(config: Config) -> dict[str, Any]:
 
 
 def bench_wire(config: Config) -> dict[str, Any]:
-    """Bytes a worker sends, from the collectives of the compiled program, over FP32's; W = 2, 4, 8."""
+    """Bytes a worker sends, from the collectives of the compiled program, over FP32's."""
     side = int((config.megabytes * 2**18) ** 0.5)
     shapes = {"kernel": (side, side)}
     settings: dict[str, tuple[Route, dict[str, Any]]] = {
@@ -310,7 +312,7 @@ def bench_wire(config: Config) -> dict[str, Any]:
         "bf16": (Route.BF16, {}),
     }
     result: dict[str, Any] = {f"{name}_wire_fraction": {} for name in settings}
-    for num_workers in [w for w in (2, 4, 8) if w <= len(jax.devices())]:
+    for num_workers in [w for w in config.workers if w <= len(jax.devices())]:
         for name, (route, codec) in settings.items():
             profile = Profile.static(route, **codec)
             compiled, claimed, fp32 = compile_aggregation(profile, shapes, num_workers)

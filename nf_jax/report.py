@@ -171,9 +171,13 @@ def plot_trace(trace: Trace, path: Path, title: str) -> None:
     axes[0].plot(steps, [s["loss"] if s["has_loss"] else np.nan for s in signals], color="#000000", lw=1)
     axes[0].set(title=f"{title}: loss", ylabel="mean over workers")
     names = Profile.loads(trace.header["profile"], source="the trace's profile").region_names
+    norms = np.asarray([s["gradient_norm"] for s in signals], float)
+    norms[~(norms > 0)] = np.nan
     for region, name in enumerate(names):
-        axes[1].plot(steps, [s["gradient_norm"][region] for s in signals], lw=1, label=name)
-    axes[1].set(title="norm of the local gradient", ylabel="RMS over workers", yscale="log")
+        axes[1].plot(steps, norms[:, region], lw=1, label=name)
+    axes[1].set(title="norm of the local gradient", ylabel="RMS over workers")
+    if np.isfinite(norms).any():
+        axes[1].set_yscale("log")
     axes[1].legend(frameon=False, ncols=4, fontsize=8)
     grid = np.asarray([step["routes"] for step in trace.steps]).T
     edges = np.append(steps, steps[-1] + 1), np.arange(grid.shape[0] + 1)

@@ -1,0 +1,113 @@
+"""Laws of the command line: it shows what the library computes, and errors are one line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nf_jax
+from nf_jax import cli
+from nf_jax.profile import Codec, Phase, Profile, Region, Target
+from nf_jax.trace import TraceWriter
+
+PROFILE = Profile(
+    name="small",
+    regions=(
+        Region(name="head", pattern="head/.*"),
+        Region(name="backbone", pattern=".*", codec=Codec(scale="leaf")),
+    ),
+    phases=(
+        Phase(start_step=0, routes={"head": nf_jax.Route.FP32, "backbone": nf_jax.Route.FP32}),
+        Phase(start_step=2, routes={"backbone": nf_jax.Route.SIGN}),
+    ),
+    health={"warmup_steps": 0},  # type: ignore[arg-type] (pydantic takes a dict)
+    target=Target(metric="accuracy", reference=90.0, tolerance=1.0, higher_is_better=True),
+)
+
+
+def params() -> dict[str, jax.Array]:
+    return {"head/kernel": jnp.zeros((64, 10)), "body/kernel": jnp.zeros((256, 256))}
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    PROFILE.save(path)
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["nf-jax", *map(str, args)])
+    monkeypatch.setenv("COLUMNS", "200")
+    cli.main()
+
+
+def test_inspect_shows_the_bytes_of_the_plan(profile, monkeypatch, capsys):
+    run(monkeypatch, "inspect", profile, "-w", 4, "--params", "test_cli:params")
+    shown = capsys.readouterr().out
+    plan = nf_jax.plan(PROFILE, params(), 4)
+    routes = [PROFILE.route_table[1][1][region] for region in plan.lanes.regions]
+    assert f"{plan.wire_bytes(routes):,}" in shown
+    for row, name in zip(plan.lanes.wire_bytes, plan.lanes.names, strict=True):
+        assert name in shown
+        assert f"{row[nf_jax.Route.FP32]:,}" in shown
+
+
+def test_validate_accepts_the_shipped_profiles(monkeypatch, capsys):
+    shipped = sorted((Path(__file__).parent.parent / "profiles").glob("*.toml"))
+    run(monkeypatch, "validate", *shipped)
+    assert capsys.readouterr().out.count("good") == len(shipped) > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("validate", "missing.toml"), "missing.toml"),
+        (("inspect", "{profile}"), "--params"),
+        (("inspect", "{profile}", "--params", "test_cli:nothing"), "test_cli:nothing"),
+        (("report", "{folder}"), "trace.jsonl"),
+    ],
+)
+def test_a_user_error_is_one_line_and_exit_code_1(args, said, profile, monkeypatch, capsys):
+    filled = [arg.format(profile=profile, folder=profile.parent) for arg in args]
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, *filled)
+    assert stopped.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("nf-jax: ") and said in error and "Traceback" not in error
+
+
+def write_run(folder: Path, num_steps: int) -> None:
+    tx = nf_jax.aggregate_gradients(PROFILE, axis="batch", num_workers=2)
+    step = jax.pmap(lambda g, s: tx.update(g, s, value=jnp.float32(1)), "batch", devices=jax.devices()[:2])
+    grads, state = jax.tree.map(lambda x: jnp.stack([x, x]), (params(), tx.init(params())))
+    folder.mkdir()
+    lanes = nf_jax.plan(PROFILE, params(), 2).lanes
+    with TraceWriter(folder / "trace.jsonl", PROFILE.dumps(), lanes) as trace:
+        for _ in range(num_steps):
+            _, state = step(grads, state)
+            trace.write(nf_jax.step_info(state))
+
+
+def test_report_says_what_a_run_did_and_draws_it(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "guided-0", num_steps=6)
+    rows = '[{"policy": "guided", "seed": 0, "metric": "accuracy", "value": 88.5}]'
+    (tmp_path / "summary.json").write_text(rows)
+    run(monkeypatch, "report", tmp_path)
+    shown = capsys.readouterr().out
+    assert "66.7%" in shown  # 4 of 6 steps were low-bit
+    assert "missed: 88.50 against 90.00 +- 1.00" in shown
+    picture = (tmp_path / "guided-0" / "trace.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_report_reads_a_torn_trace_and_says_so(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "guided-0", num_steps=3)
+    trace = tmp_path / "guided-0" / "trace.jsonl"
+    trace.write_bytes(trace.read_bytes()[:-20])
+    run(monkeypatch, "report", "--no-plots", tmp_path)
+    assert "cut off" in capsys.readouterr().out

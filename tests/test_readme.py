@@ -1,0 +1,36 @@
+"""The README is true: its quickstart runs, its files exist, its commands are those that CI runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def fenced(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_quickstart_runs_and_sends_few_bytes(capsys: pytest.CaptureFixture[str]):
+    (quickstart,) = fenced("python")
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
+        exec(compile(quickstart, "README.md", "exec"), {})
+    percent = float(capsys.readouterr().out.split("%")[0])
+    assert 3 < percent < 5
+
+
+def test_every_file_that_is_named_exists():
+    named = set(re.findall(r"`((?:nf_jax|tests|experiments|profiles)/[\w/.-]+\.\w+)`", README))
+    assert named
+    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+
+
+def test_two_commands_do_their_own_set_up():
+    main_job, tests = (block.strip() for block in fenced("bash")[:2])
+    assert main_job == 'pip install -e ".[experiments]" && python -m experiments.vision digits'
+    assert tests == 'pip install -e ".[test]" && pytest'
