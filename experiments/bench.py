@@ -36,7 +36,7 @@ from rich import box, progress
 from rich.table import Table
 
 import nf_jax
-from nf_jax import Profile, Route, codecs
+from nf_jax import Profile, Route, codecs, segments
 from nf_jax.profile import Buckets, Codec, Phase, Region
 
 AXIS = "batch"
@@ -109,7 +109,7 @@ def bench_codec(config: Config) -> dict[str, Any]:
     arms: dict[str, Callable[[], Any]] = {"copy": functools.partial(jax.jit(lambda x: x * 2), values)}
     arms["plain"] = functools.partial(jax.jit(functools.partial(code_plain, num_workers=8)), values)
     for scale in ("leaf", "rank1"):
-        segment = codecs.make_segment(values.shape, 8, scale)
+        segment = segments.make_segment(values.shape, 8, scale)
         step = jax.jit(functools.partial(code_with_feedback, segment=segment), donate_argnums=1)
         state = (jnp.zeros_like(values), jnp.zeros(segment.shard_size))
         arms[f"ef {scale}"] = carried(step, values, state=state)
@@ -124,36 +124,36 @@ def bench_codec(config: Config) -> dict[str, Any]:
 
 def code_plain(values: jax.Array, num_workers: int) -> jax.Array:
     """Signs up, majority down, nothing else. Barriers stand where collectives would."""
-    segment = codecs.make_segment(values.shape, num_workers, "leaf")
-    words = codecs.pack_bits(codecs.to_shards(values > 0, segment))
+    segment = segments.make_segment(values.shape, num_workers, "leaf")
+    words = codecs.pack_bits(segments.to_shards(values > 0, segment))
     planes = codecs.count_votes(words)
     ties = codecs.random_words(jnp.uint32(1), words.shape[1])
     majority = codecs.majority_words(planes, num_workers, ties)
     down = lax.optimization_barrier(jnp.broadcast_to(majority, words.shape))
-    return codecs.from_shards(codecs.decode_levels(down[:, None], codecs.LEVELS["majority"]), segment)
+    return segments.from_shards(codecs.decode_levels(down[:, None], codecs.LEVELS["majority"]), segment)
 
 
 def code_with_feedback(
-    gradient: jax.Array, state: tuple[jax.Array, jax.Array], segment: codecs.Segment
+    gradient: jax.Array, state: tuple[jax.Array, jax.Array], segment: segments.Segment
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The arithmetic of one SIGN majority step with both error feedbacks."""
     residual, server = state
     levels = codecs.LEVELS["majority"]
     corrected = lax.optimization_barrier(gradient + residual)
-    scale = codecs.local_scale(jnp.abs(corrected), segment.scale)
-    row, col = codecs.scale_factors(lax.optimization_barrier(scale), segment)
+    scale = segments.local_scale(jnp.abs(corrected), segment.scale)
+    row, col = segments.scale_factors(lax.optimization_barrier(scale), segment)
     positive = codecs.is_positive(corrected, jnp.asarray(True))
-    words = codecs.pack_bits(codecs.to_shards(positive, segment))
+    words = codecs.pack_bits(segments.to_shards(positive, segment))
     residual = corrected - jnp.where(positive, row * col, -(row * col))
 
     planes = codecs.count_votes(words)
-    unit = codecs.shard_scale(row, col, segment, jnp.int32(0))
+    unit = segments.shard_scale(row, col, segment, jnp.int32(0))
     values = codecs.decode_counts(planes, segment.num_workers) * unit + server
     level = jnp.sum(jnp.abs(values) * unit) / jnp.sum(unit * unit)
     down = codecs.pack_bits(codecs.is_positive(values, jnp.asarray(True)))[None]
     server = values - codecs.decode_levels(down, levels) * (level * unit)
     gathered = lax.optimization_barrier(jnp.broadcast_to(down, (segment.num_workers, *down.shape)))
-    mean = codecs.from_shards(codecs.decode_levels(gathered, levels) * level, segment) * (row * col)
+    mean = segments.from_shards(codecs.decode_levels(gathered, levels) * level, segment) * (row * col)
     return mean, (residual, server)
 
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from nf_jax import codecs
-from nf_jax.codecs import Segment
+from nf_jax import segments as segment_rules
 from nf_jax.profile import CapacityLimits, Codec, Route
+from nf_jax.segments import Segment
 from nf_jax.telemetry import Array
 
 _MAX_COUNT = 2**30  # counters saturate here
@@ -109,6 +110,6 @@ def group_bytes(
         down = num_votes.bit_length() * plane_bytes
     else:
         down = codecs.LEVELS[codec.down].num_bits * plane_bytes + 4 * len(segments)
-    scales = sum(segment.scale_size for segment in segments) + codecs.SKETCH_SIZE * num_lanes
+    scales = sum(segment.scale_size for segment in segments) + segment_rules.SKETCH_SIZE * num_lanes
     votes = gather_bytes(up_planes * plane_bytes + down + statistics, num_workers)
     return agree_bytes(scales, num_workers) + votes

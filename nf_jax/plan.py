@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nf_jax import buckets, capacity, codecs, regions
-from nf_jax.codecs import Segment
+from nf_jax import buckets, capacity, regions
+from nf_jax import segments as segment_rules
+from nf_jax.groups import Group
 from nf_jax.profile import Leaf, Profile, Route
-from nf_jax.routes import Group
+from nf_jax.segments import Segment
 from nf_jax.telemetry import Lanes, Reason
 
 MAX_GROUPS = 16
@@ -196,7 +197,7 @@ def _segment(
     is_lossy = any(route != Route.FP32 for route in profile.routes_of(region))
     if num_workers == 1 or not is_lossy or dtype not in _PACKABLE or not shape:
         return None
-    segment = codecs.make_segment(shape, num_workers, profile.regions[region].codec.scale)
+    segment = segment_rules.make_segment(shape, num_workers, profile.regions[region].codec.scale)
     return segment if segment.num_pads <= MAX_PAD_RATIO * segment.size else None
 
 

@@ -15,9 +15,10 @@ import numpy as np
 from jax import Array, lax
 
 from nf_jax import collectives, regions
+from nf_jax.groups import Averaged, Given, Group, stack_leaves, unstack
 from nf_jax.plan import Plan
 from nf_jax.profile import Route
-from nf_jax.routes import ROUTES, Averaged, Given, Group, settle_fp32, stack_leaves, unstack
+from nf_jax.routes import ROUTES, settle_fp32
 
 
 class Memory(NamedTuple):

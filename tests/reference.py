@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from nf_jax.codecs import make_segment
+from nf_jax.segments import make_segment
 
 # Optimal quantizers of a unit Gaussian: threshold, inner and outer level (Max, 1960, rounded there
 # to 4 places); a ternary one whose inner level is 0.

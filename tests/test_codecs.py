@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from nf_jax import codecs
-from nf_jax.codecs import BLOCK, LEVELS, SKETCH_SIZE, WORD_BITS, Segment, make_segment
+from nf_jax import codecs, segments
+from nf_jax.codecs import BLOCK, LEVELS, WORD_BITS
+from nf_jax.segments import SKETCH_SIZE, Segment, make_segment
 
 NUM_VOTES = (1, 2, 3, 5, 7, 8, 255, 256, 300, 1000)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -20,7 +21,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 pack = jax.jit(codecs.pack_bits)
 unpack = jax.jit(codecs.unpack_bits)
 count = jax.jit(codecs.count_votes)
-sketch = jax.jit(codecs.sketch)
+sketch = jax.jit(segments.sketch)
 
 
 def random_bits(seed: int, *shape: int) -> np.ndarray:
@@ -197,13 +198,13 @@ def test_a_segment_covers_its_leaf(shape: list[int], num_workers: int, scale: st
 def test_shards_are_whole_rows_padded_with_zeros(shape: list[int], num_workers: int, scale: str, seed: int):
     segment = make_segment(tuple(shape), num_workers, scale)
     matrix = values_of(segment, seed)
-    shards = np.asarray(codecs.to_shards(jnp.asarray(matrix), segment))
+    shards = np.asarray(segments.to_shards(jnp.asarray(matrix), segment))
     assert shards.shape == (num_workers, segment.shard_size)
     for index, shard in enumerate(shards):
         rows = matrix[index * segment.shard_rows :][: segment.shard_rows]
         np.testing.assert_array_equal(shard[: rows.size], rows.reshape(-1))
         assert not shard[rows.size :].any()
-    np.testing.assert_array_equal(codecs.from_shards(jnp.asarray(shards), segment), matrix)
+    np.testing.assert_array_equal(segments.from_shards(jnp.asarray(shards), segment), matrix)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def full_scale(magnitude: np.ndarray, scale: str) -> np.ndarray:
 
 
 def factors_of(magnitude: np.ndarray, segment: Segment) -> tuple[jax.Array, jax.Array]:
-    return codecs.scale_factors(codecs.local_scale(jnp.asarray(magnitude), segment.scale), segment)
+    return segments.scale_factors(segments.local_scale(jnp.asarray(magnitude), segment.scale), segment)
 
 
 @pytest.mark.parametrize("scale", ["leaf", "row", "channel", "rank1"])
@@ -252,7 +253,7 @@ def test_scales_are_means_of_magnitudes(scale: str):
     segment = make_segment((37, 50), 3, scale)
     magnitude = np.abs(values_of(segment)) * np.geomspace(1e-3, 1e3, segment.rows)[:, None]
     magnitude = magnitude.astype(np.float32)
-    numbers = codecs.local_scale(jnp.asarray(magnitude), segment.scale)
+    numbers = segments.local_scale(jnp.asarray(magnitude), segment.scale)
     assert numbers.shape == (segment.scale_size,) and numbers.dtype == jnp.float32
     row, col = factors_of(magnitude, segment)
     np.testing.assert_allclose(
@@ -288,10 +289,10 @@ def test_a_shard_has_the_scales_of_its_elements_and_zero_on_pads(scale: str):
     segment = make_segment((37, 50), 4, scale)
     row, col = factors_of(np.abs(values_of(segment)), segment)
     whole = jnp.broadcast_to(row * col, (segment.rows, segment.cols))
-    expected = codecs.to_shards(whole, segment)
+    expected = segments.to_shards(whole, segment)
     assert segment.num_pads and (np.asarray(expected) == 0).sum() == segment.num_pads
     for index in range(4):
-        found = codecs.shard_scale(row, col, segment, jnp.int32(index))
+        found = segments.shard_scale(row, col, segment, jnp.int32(index))
         np.testing.assert_array_equal(found, expected[index])
 
 
@@ -301,7 +302,7 @@ def test_a_shard_has_the_scales_of_its_elements_and_zero_on_pads(scale: str):
 def squared_norms(values: np.ndarray, num_seeds: int = 400) -> np.ndarray:
     """Estimates by many seeds, over the true squared norm."""
     seeds = np.random.default_rng(0).integers(0, 2**32, num_seeds, dtype=np.uint32)
-    sketches = jax.jit(jax.vmap(codecs.sketch, in_axes=(None, 0)))(jnp.asarray(values), seeds)
+    sketches = jax.jit(jax.vmap(segments.sketch, in_axes=(None, 0)))(jnp.asarray(values), seeds)
     assert sketches.shape == (num_seeds, SKETCH_SIZE)
     return np.square(np.asarray(sketches, np.float64)).sum(1) / np.square(values).sum(dtype=np.float64)
 

@@ -1,0 +1,216 @@
+"""Groups: lanes that switch together, what a route is given and gives back, and leaves worked on as stacks.
+
+A *stack* holds leaves of a group that are alike, as one array `[k, *matrix_shape]`: a program over stacks
+stays small however many layers a model repeats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from nf_jax import codecs, segments
+from nf_jax.profile import Codec, Route
+from nf_jax.segments import Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Lanes that switch together, with the leaves of theirs that can be packed. Static.
+
+    Attributes:
+      lanes: indices of its lanes in the plan.
+      leaves: indices of its packable leaves in the flattened tree, those of a stack side by side.
+      segments: how each of these leaves is cut into shards.
+      lane_of_leaf: for each of these leaves, the position of its lane in `lanes`.
+      stacks: how many leaves each stack has. Leaves of one stack are alike and are worked on as one array,
+        which keeps the compiled program small.
+      codec: the codec settings of its region.
+      routes: the routes that it can ever take.
+    """
+
+    lanes: tuple[int, ...]
+    leaves: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    lane_of_leaf: tuple[int, ...]
+    stacks: tuple[int, ...]
+    codec: Codec
+    routes: tuple[Route, ...]
+
+    @property
+    def is_lossy(self) -> bool:
+        return any(route != Route.FP32 for route in self.routes)
+
+    @property
+    def keeps_residual(self) -> bool:
+        return self.is_lossy and self.codec.error_feedback
+
+    @property
+    def keeps_server_residual(self) -> bool:
+        requantizes = self.codec.down != "count" and bool({Route.SIGN, Route.TERNARY} & {*self.routes})
+        return self.codec.server_error_feedback and (requantizes or Route.BF16 in self.routes)
+
+    @property
+    def stack_segments(self) -> list[Segment]:
+        """The segment that the leaves of each stack share."""
+        starts = np.cumsum([0, *self.stacks[:-1]]).tolist()
+        return [self.segments[start] for start in starts]
+
+
+class Given(NamedTuple):
+    """What a route is given. A *stack* holds leaves that are alike, `f32[k, *matrix_shape]`.
+
+    Attributes:
+      gradients: local gradients, `[*shape]` in their own dtype; differ between workers.
+      residuals: what the worker has not sent yet, stacks; None without error feedback.
+      server: what the worker as reducer has not sent yet, `f32[sum of shard sizes]`, or None.
+      seed: `uint32[]`, the same on all workers, another at every step.
+    """
+
+    gradients: Sequence[Array]
+    residuals: Sequence[Array] | None
+    server: Array | None
+    seed: Array
+
+
+class Averaged(NamedTuple):
+    """What a route gives back.
+
+    Attributes:
+      means: `f32[*shape]`, the same bits on all workers.
+      sent: makes stacks, this worker's share of the mean as the others understood it; called where needed.
+      residuals: stacks, gradient + old residual - sent; None without error feedback.
+      server: the new server residual, or None.
+      agreement: `f32[lanes]`, mean |votes| in [0, 1]; -1 where nothing was voted.
+      residual_ratio: `f32[lanes]`, RMS over workers of the residual norm / norm of the mean gradient.
+    """
+
+    means: list[Array]
+    sent: Callable[[], list[Array]]
+    residuals: Sequence[Array] | None
+    server: Array | None
+    agreement: Array
+    residual_ratio: Array
+
+
+def stack_leaves(group: Group, leaves: Sequence[Array]) -> list[Array]:
+    """The group's leaves as one array a stack, `[k, *matrix_shape]`.
+
+    Written out, so that a stack is copied once and its making is not fused into every reader: a fusion of
+    dozens of operands takes XLA long to compile.
+    """
+    matrices = [
+        leaf.reshape(1, *segment.matrix_shape) for leaf, segment in zip(leaves, group.segments, strict=True)
+    ]
+    stops = np.cumsum(group.stacks).tolist()
+    return [
+        lax.optimization_barrier(jnp.concatenate(matrices[stop - count : stop]))
+        if count > 1
+        else matrices[stop - 1]
+        for count, stop in zip(group.stacks, stops, strict=True)
+    ]
+
+
+def unstack(stacks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Stacks back to leaves of these shapes."""
+    matrices = [part for stack in stacks for part in jnp.split(stack, stack.shape[0])]
+    return [matrix.reshape(shape) for matrix, shape in zip(matrices, shapes, strict=True)]
+
+
+def to_leaves(given: Given, stacks: Sequence[Array]) -> list[Array]:
+    """Stacks back to leaves, in the shapes of the gradients."""
+    return unstack(stacks, [gradient.shape for gradient in given.gradients])
+
+
+def wide_gradients(given: Given) -> list[Array]:
+    """The local gradients in f32."""
+    return [gradient.astype(jnp.float32) for gradient in given.gradients]
+
+
+def add_residuals(group: Group, given: Given) -> list[Array]:
+    """Gradient + residual, stacked. Written out once: four passes read it, and XLA would add anew in each."""
+    stacks = stack_leaves(group, wide_gradients(given))
+    if given.residuals is not None:
+        stacks = [stack + residual for stack, residual in zip(stacks, given.residuals, strict=True)]
+    return lax.optimization_barrier(stacks)
+
+
+def new_residuals(
+    group: Group, given: Given, corrected: Sequence[Array], sent: Sequence[Array]
+) -> tuple[list[Array] | None, Array]:
+    """New residuals, and their squared norm per lane (this worker's)."""
+    if given.residuals is None:
+        return None, jnp.zeros((len(group.lanes),), jnp.float32)
+    residuals = lax.optimization_barrier([c - part for c, part in zip(corrected, sent, strict=True)])
+    return residuals, sum_by_lane(group, jnp.concatenate([squared_norms(stack) for stack in residuals]))
+
+
+def squared_norms(stack: Array) -> Array:
+    flat = stack.reshape(stack.shape[0], -1)
+    return jnp.sum(flat * flat, axis=1)
+
+
+def cut_shards(group: Group, stacks: Sequence[Array]) -> Array:
+    """`[W, n]`: row i is what worker i reduces, leaf by leaf."""
+    shards = []
+    for segment, stack in zip(group.stack_segments, stacks, strict=True):
+        cut = jax.vmap(lambda matrix, segment=segment: segments.to_shards(matrix, segment))(stack)
+        shards.append(jnp.moveaxis(cut, 1, 0).reshape(segment.num_workers, -1))
+    return jnp.concatenate(shards, axis=1)
+
+
+def decode_stacks(group: Group, words: Array, per_word: int, decode: Callable[[Array], Array]) -> list[Array]:
+    """Gathered `[W, ..., n]` -> `f32[k, *matrix_shape]` per stack; `decode` maps `[k, W, ..., m]`."""
+    stacks = []
+    for segment, part in zip(group.stack_segments, split_stacks(words, group, per_word), strict=True):
+        values = decode(jnp.moveaxis(part, -2, 0))
+        stacks.append(jax.vmap(lambda v, segment=segment: segments.from_shards(v, segment))(values))
+    return stacks
+
+
+def nothing_voted(group: Group) -> tuple[Array, Array]:
+    return jnp.full((len(group.lanes),), -1, jnp.float32), jnp.zeros((len(group.lanes),), jnp.float32)
+
+
+def norm_ratio(residual_squared: Array, mean_squared: Array) -> Array:
+    return jnp.sqrt(residual_squared / nonzero(mean_squared))
+
+
+def nonzero(values: Array) -> Array:
+    return jnp.where(values == 0, jnp.float32(1), values)
+
+
+def sum_by_lane(group: Group, values: Array | np.ndarray) -> Array:
+    """Sums by lane what is given by leaf: `[leaves, ...]` -> `[lanes, ...]`."""
+    return jax.ops.segment_sum(jnp.asarray(values), np.asarray(group.lane_of_leaf), len(group.lanes))
+
+
+def sum_by_leaf(group: Group, values: Array) -> Array:
+    by_block = values.reshape(-1, codecs.BLOCK).sum(1)
+    return jax.ops.segment_sum(by_block, leaf_of_block(group), len(group.leaves), indices_are_sorted=True)
+
+
+def leaf_of_block(group: Group) -> np.ndarray:
+    num_blocks = [segment.shard_size // codecs.BLOCK for segment in group.segments]
+    return np.repeat(np.arange(len(num_blocks), dtype=np.int32), num_blocks)
+
+
+def split_stacks(values: Array, group: Group, per_word: int) -> list[Array]:
+    """Cuts the last axis, a concatenation of the leaves' shards, into stacks: `[..., k, m]`."""
+    parts, start = [], 0
+    for count, segment in zip(group.stacks, group.stack_segments, strict=True):
+        size = segment.shard_words * per_word
+        part = lax.slice_in_dim(values, start, start + count * size, axis=values.ndim - 1)
+        parts.append(part.reshape(*values.shape[:-1], count, size))
+        start += count * size
+    return parts
+
+
+def as_f32(words: Array) -> Array:
+    return lax.bitcast_convert_type(words, jnp.float32)
