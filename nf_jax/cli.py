@@ -101,7 +101,7 @@ def _call(spec: str) -> Any:
     module, _, function = spec.partition(":")
     try:
         return jax.eval_shape(getattr(importlib.import_module(module), function))
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the user's function raises
         raise ValueError(f"--params {spec}: expected MODULE:FUNCTION, cannot call it: {error}") from error
 
 

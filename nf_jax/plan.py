@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +71,13 @@ class Plan:
         packable = sum(segment.size for group in self.groups for segment in group.segments)
         total = sum(self.lanes.num_elements)
         return 1 - packable / total if total else 0.0
+
+    @property
+    def fingerprint(self) -> str:
+        """What a state depends on, hashed: workers, lanes, groups with their codecs and routes."""
+        parts = (self.num_workers, self.lanes.names, self.lanes.groups, self.lanes.fixed, self.groups)
+        paths = [[self.paths[leaf] for leaf in group.leaves] for group in self.groups]
+        return f"{zlib.crc32(repr((parts, paths)).encode()):08x}"
 
     def wire_bytes(self, routes: Sequence[int]) -> int:
         """Bytes that one worker sends in a step with these routes, one per lane, signals included."""

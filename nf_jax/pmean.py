@@ -17,7 +17,7 @@ from jax import Array, lax
 from nf_jax import collectives, regions
 from nf_jax.groups import Averaged, Given, Group, stack_leaves, unstack
 from nf_jax.plan import Plan
-from nf_jax.profile import Route
+from nf_jax.profile import Route, to_route
 from nf_jax.routes import ROUTES, settle_fp32
 
 
@@ -272,7 +272,7 @@ def _check_length(plan: Plan, shape: tuple[int, ...]) -> None:
 
 
 def _pinned(plan: Plan, routes: Sequence[int]) -> tuple[int, ...]:
-    pinned = tuple(int(route) for route in routes)
+    pinned = tuple(to_route(route) for route in routes)
     _check_length(plan, (len(pinned),))
     exact = [
         name for name, g, r in zip(plan.lanes.names, plan.lanes.groups, pinned, strict=True) if g < 0 and r

@@ -30,6 +30,14 @@ class Route(enum.IntEnum):
     TERNARY = 3
 
 
+def to_route(value: object) -> Route:
+    """A `Route` from itself, its number or its name in either case; ValueError otherwise."""
+    for route in Route:
+        if value in (route, route.name, route.name.lower()) and not isinstance(value, bool):
+            return route
+    raise ValueError(f"route: expected one of {', '.join(Route.__members__)}, got {value!r}")
+
+
 class Codec(Frozen):
     """How a region's lanes are encoded on their low-bit routes."""
 
@@ -37,8 +45,8 @@ class Codec(Frozen):
     """What shares one scale; auto is rank1 for matrices where it is cheap."""
     down: Literal["count", "majority", "ternary", "2bit"] = "majority"
     """What comes back: exact counts, or 1 bit, 3 levels, 4 levels."""
-    gate: Annotated[float, Field(gt=0, le=4)] = 0.767
-    """TERNARY: elements below gate x scale are sent as zero."""
+    gate: Annotated[float, Field(gt=0, le=1.5)] = 0.767
+    """TERNARY: elements below gate x scale are sent as zero. Beyond 1.5 residuals outgrow the gate."""
     error_feedback: bool = True
     """Keep the worker's error for its next step."""
     server_error_feedback: bool = True
@@ -288,7 +296,7 @@ class Profile(checks.File):
     @classmethod
     def static(cls, route: Route | str, **codec: Any) -> Self:
         """Return the profile of one route for everything, always; `codec`: fields of `Codec`."""
-        route = Route[route.upper()] if isinstance(route, str) else route
+        route = to_route(route)
         return cls(
             name=f"static_{route.name.lower()}",
             fallback=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,14 @@ from nf_jax.regions import path_string
 from nf_jax.telemetry import StepInfo
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The plan that a state was made for, as part of its tree structure: it holds no array."""
+
+    fingerprint: str
+
+
 class AggregateState(NamedTuple):
     """What `aggregate_gradients` carries from step to step. `init` returns one worker's view.
 
@@ -30,6 +39,7 @@ class AggregateState(NamedTuple):
       capacity: the reducer's state.
       info: what the last step did, and the routes of the next one.
       num_workers: `int32[]`, what the state was made for.
+      layout: the plan it was made for; static.
     """
 
     step: Array
@@ -39,6 +49,7 @@ class AggregateState(NamedTuple):
     capacity: capacity.CapacityState
     info: StepInfo
     num_workers: Array
+    layout: Layout
 
 
 def step_info(state: Any) -> StepInfo:

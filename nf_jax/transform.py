@@ -19,8 +19,8 @@ from nf_jax import capacity, collectives, controller, health, regions
 from nf_jax.plan import MAX_STACKED_SIZE, Plan
 from nf_jax.plan import plan as make_plan
 from nf_jax.pmean import Memory, average
-from nf_jax.profile import Profile, Route
-from nf_jax.state import AggregateState
+from nf_jax.profile import Profile, Route, to_route
+from nf_jax.state import AggregateState, Layout
 from nf_jax.telemetry import Signals, StepInfo
 
 
@@ -70,9 +70,10 @@ def aggregate_gradients(
     """
     if not isinstance(profile, Profile):
         raise ValueError(f"profile: expected an nf_jax.Profile, got {type(profile).__name__}")
-    pinned = None if routes is None else tuple(int(route) for route in routes)
+    pinned = None if routes is None else tuple(to_route(route) for route in routes)
+    axis = axis if isinstance(axis, str) else tuple(axis)
 
-    def init_fn(params: Any) -> AggregateState:
+    def init_fn(params: Any) -> Any:
         _check_unmasked(params)
         return _init(profile, make_plan(profile, params, num_workers))
 
@@ -84,7 +85,7 @@ def aggregate_gradients(
         value: Any = None,
         reducer_load: Any = None,
         **extra_args: Any,
-    ) -> tuple[Any, AggregateState]:
+    ) -> tuple[Any, Any]:
         del params, extra_args
         _check_unmasked(updates)
         named, treedef = regions.leaves_with_paths(updates)
@@ -134,6 +135,7 @@ def _init(profile: Profile, plan: Plan) -> AggregateState:
         capacity=states[1],
         info=info,
         num_workers=jnp.int32(plan.num_workers),
+        layout=Layout(plan.fingerprint),
     )
 
 
@@ -204,8 +206,8 @@ def _scalar(value: Any, name: str) -> Array:
     scalar = jnp.asarray(0.0 if value is None else value)
     if scalar.ndim:
         raise ValueError(
-            f"{name}: expected a scalar (this worker's own number), got shape {scalar.shape}. "
-            "Average the batch's losses before passing them."
+            f"{name}: expected a scalar, this worker's own number, got shape {scalar.shape}; reduce it first "
+            "(the mean of a batch's losses, the largest of several loads)"
         )
     return scalar.astype(jnp.float32)
 
@@ -295,9 +297,8 @@ def _check_state(plan: Plan, state: AggregateState) -> None:
                     "state_spec(state, axis) and shard_state(state, mesh) with shard_map, "
                     "flax.jax_utils.replicate(state) with pmap."
                 )
-    num_lanes = state.info.next_routes.shape
-    if num_lanes != (plan.num_lanes,):
+    if state.layout.fingerprint != plan.fingerprint:
         raise ValueError(
-            f"state: expected {plan.num_lanes} lanes, got {num_lanes}: it was made with other buckets or "
-            "another profile; call init anew."
+            "state: expected one that was made with this profile's regions, buckets, routes and codecs, got "
+            "one of another profile. Call init anew; health limits alone may change under a state."
         )

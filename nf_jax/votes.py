@@ -37,6 +37,9 @@ from nf_jax.groups import (
 from nf_jax.profile import Codec
 from nf_jax.segments import Segment
 
+# A leaf whose largest scale lies below comes back as zero; hardware flushes such numbers to zero anyway.
+_SMALLEST_SCALE = np.float32(1e-37)
+
 
 def average_sign(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
     """One bit an element up: the sign of gradient + residual, at an agreed scale."""
@@ -215,11 +218,7 @@ def _requantize(
     if given.server is not None:
         values = values + given.server
     levels = codecs.LEVELS[group.codec.down]
-    squared_scale = sum_by_leaf(group, scale * scale)
-    if levels.threshold is None:
-        level = sum_by_leaf(group, jnp.abs(values) * scale) / nonzero(squared_scale)
-    else:
-        level = jnp.sqrt(sum_by_leaf(group, values * values) / nonzero(squared_scale))
+    level = _fit_level(group, values, scale, factors, levels)
     unit = (level[leaf_of_block(group)][:, None] * scale.reshape(-1, codecs.BLOCK)).reshape(-1)
     tie = (given.seed & jnp.uint32(2)) != 0
     bits = [codecs.is_positive(values, tie)]
@@ -228,6 +227,31 @@ def _requantize(
     words = jnp.stack([codecs.pack_bits(plane) for plane in bits])
     server = None if given.server is None else values - codecs.decode_levels(words, levels) * unit
     return words, level, server
+
+
+def _fit_level(
+    group: Group,
+    values: Array,
+    scale: Array,
+    factors: Sequence[tuple[Array, Array]],
+    levels: codecs.Levels,
+) -> Array:
+    """The level per leaf in units of its scale, `f32[leaves]`: least squares, or the root mean square.
+
+    Both are squares over squares; divided by the leaf's largest scale first, none under- or overflows.
+    """
+    peaks = [
+        jnp.max(row, axis=range(1, row.ndim)) * jnp.max(col, axis=range(1, col.ndim)) for row, col in factors
+    ]
+    peak = jnp.concatenate(peaks)
+    inverse = jnp.where(peak > _SMALLEST_SCALE, 1 / jnp.maximum(peak, _SMALLEST_SCALE), peak * jnp.float32(0))
+    inverse = inverse[leaf_of_block(group)][:, None]
+    values = (values.reshape(-1, codecs.BLOCK) * inverse).reshape(-1)
+    scale = (scale.reshape(-1, codecs.BLOCK) * inverse).reshape(-1)
+    squared_scale = nonzero(sum_by_leaf(group, scale * scale))
+    if levels.threshold is None:
+        return sum_by_leaf(group, jnp.abs(values) * scale) / squared_scale
+    return jnp.sqrt(sum_by_leaf(group, values * values) / squared_scale)
 
 
 def _excess_by_leaf(group: Group, votes: Array, majority: Array, axis: collectives.AxisName) -> Array:

@@ -122,7 +122,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             Region(
                 name=name,
                 pattern=draw(pattern),
-                codec=draw(st.builds(Codec, gate=st.floats(1e-9, 4), error_feedback=st.booleans())),
+                codec=draw(st.builds(Codec, gate=st.floats(1e-9, 1.5), error_feedback=st.booleans())),
             )
             for name in names
         ),

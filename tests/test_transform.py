@@ -490,3 +490,59 @@ def test_parameters_that_are_sharded_over_another_axis_are_an_error():
     )
     with pytest.raises(ValueError, match=r"aggregate_gradients: .*'model'"):
         jax.jit(function)(gradients(0), nf_jax.shard_state(tx.init(PARAMS), mesh, "data"))
+
+
+# ------------------------------------------------------------------------- cases that once went wrong
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        profile(body=BF16),
+        profile(codec={"scale": "leaf", "error_feedback": False}),
+        profile(codec={"scale": "rank1"}),
+        Profile.static(SIGN),
+    ],
+    ids=["routes", "feedback", "scale", "regions"],
+)
+def test_a_state_of_another_profile_is_an_error(other: Profile):
+    state = aggregate(other).init(PARAMS)
+    with pytest.raises(ValueError, match=r"one of another profile|expected (server_)?residual"):
+        jax.eval_shape(jax.vmap(aggregate().update, axis_name=AXIS, in_axes=(0, None)), gradients(0), state)
+
+
+def test_health_limits_may_change_under_a_state():
+    state = aggregate(profile(health=HealthLimits(warmup_steps=7))).init(PARAMS)
+    update = jax.vmap(aggregate().update, axis_name=AXIS, in_axes=(0, None))
+    jax.eval_shape(update, gradients(0), state)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-20, 1.0, 1e15])
+def test_signs_follow_gradients_of_any_magnitude(magnitude: float):
+    codec = {"scale": "leaf", "down": "majority"}
+    run = Run(aggregate(profile(codec=codec, health=HealthLimits(enabled=False))), PARAMS, W, "pmap")
+    local = gradients(3)
+    local["body"]["kernel"] = (local["body"]["kernel"] * magnitude).astype(np.float32)
+    total = sum(np.asarray(run.step(local)["body"]["kernel"][0], np.float64) for _ in range(40))
+    true = local["body"]["kernel"].mean(0, dtype=np.float64)
+    assert np.linalg.norm(total / 40 - true) < 0.4 * np.linalg.norm(true)
+
+
+@pytest.mark.parametrize("route", ["INT4", 7, -1, None, True])
+def test_a_route_that_does_not_exist_is_an_error_that_lists_them(route: Any):
+    with pytest.raises(ValueError, match="FP32, BF16, SIGN, TERNARY"):
+        Profile.static(route)
+    with pytest.raises(ValueError, match="FP32, BF16, SIGN, TERNARY"):
+        aggregate(routes=[route])
+
+
+def test_a_gate_beyond_which_residuals_never_drain_is_refused():
+    with pytest.raises(ValueError, match=r"1\.5"):
+        Codec(gate=1.6)
+
+
+def test_an_axis_may_be_a_list_of_names():
+    assert (
+        aggregate().init(PARAMS).layout
+        == nf_jax.aggregate_gradients(profile(), axis=[AXIS], num_workers=W).init(PARAMS).layout
+    )
