@@ -1,6 +1,6 @@
 """What aggregation costs: codec, control, compile time, bytes on the wire, memory.
 
-    python -m experiments.bench                # about 6 minutes on 2 cores
+    python -m experiments.bench                # about 5 minutes on 2 cores
     python -m experiments.bench --only codec wire
 
 Every ratio comes from one run in which its arms take turns; medians, with minimum and maximum beside
