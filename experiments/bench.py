@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,10 +107,11 @@ def bench_codec(config: Config) -> dict[str, Any]:
     side = int((config.megabytes * 2**18) ** 0.5)
     values = jax.random.normal(jax.random.key(0), (side, side))
     arms: dict[str, Callable[[], Any]] = {"copy": functools.partial(jax.jit(lambda x: x * 2), values)}
-    arms["plain"] = functools.partial(jax.jit(functools.partial(code_plain, num_workers=8)), values)
+    plain = plain_codec(segments.make_segment(values.shape, 8, "leaf"))
+    arms["plain"] = functools.partial(code_plain, plain, values)
     for scale in ("leaf", "rank1"):
         segment = segments.make_segment(values.shape, 8, scale)
-        step = jax.jit(functools.partial(code_with_feedback, segment=segment), donate_argnums=1)
+        step = functools.partial(code_with_feedback, feedback_codec(segment))
         state = (jnp.zeros_like(values), jnp.zeros(segment.shard_size))
         arms[f"ef {scale}"] = carried(step, values, state=state)
     seconds = interleave(arms, config.repeats)
@@ -122,39 +123,85 @@ def bench_codec(config: Config) -> dict[str, Any]:
     }
 
 
-def code_plain(values: jax.Array, num_workers: int) -> jax.Array:
-    """Signs up, majority down, nothing else. Barriers stand where collectives would."""
-    segment = segments.make_segment(values.shape, num_workers, "leaf")
-    words = codecs.pack_bits(segments.to_shards(values > 0, segment))
-    planes = codecs.count_votes(words)
-    ties = codecs.random_words(jnp.uint32(1), words.shape[1])
-    majority = codecs.majority_words(planes, num_workers, ties)
-    down = lax.optimization_barrier(jnp.broadcast_to(majority, words.shape))
-    return segments.from_shards(codecs.decode_levels(down[:, None], codecs.LEVELS["majority"]), segment)
+class Codec8(NamedTuple):
+    """What one of 8 workers computes for a leaf, cut into programs where collectives stand in a step.
+
+    In one program XLA would fuse across those cuts, which no step can: it would count votes anew for every
+    element that is decoded.
+    """
+
+    pack: Callable[..., Any]
+    reduce: Callable[..., Any]
+    receive: Callable[..., Any]
+    scale: Callable[..., Any] | None = None
 
 
-def code_with_feedback(
-    gradient: jax.Array, state: tuple[jax.Array, jax.Array], segment: segments.Segment
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The arithmetic of one SIGN majority step with both error feedbacks."""
-    residual, server = state
+def plain_codec(segment: segments.Segment) -> Codec8:
+    """Signs up, majority down, nothing else."""
     levels = codecs.LEVELS["majority"]
-    corrected = lax.optimization_barrier(gradient + residual)
-    scale = segments.local_scale(jnp.abs(corrected), segment.scale)
-    row, col = segments.scale_factors(lax.optimization_barrier(scale), segment)
-    positive = codecs.is_positive(corrected, jnp.asarray(True))
-    words = codecs.pack_bits(segments.to_shards(positive, segment))
-    residual = corrected - jnp.where(positive, row * col, -(row * col))
 
-    planes = codecs.count_votes(words)
-    unit = segments.shard_scale(row, col, segment, jnp.int32(0))
-    values = codecs.decode_counts(planes, segment.num_workers) * unit + server
-    level = jnp.sum(jnp.abs(values) * unit) / jnp.sum(unit * unit)
-    down = codecs.pack_bits(codecs.is_positive(values, jnp.asarray(True)))[None]
-    server = values - codecs.decode_levels(down, levels) * (level * unit)
-    gathered = lax.optimization_barrier(jnp.broadcast_to(down, (segment.num_workers, *down.shape)))
-    mean = segments.from_shards(codecs.decode_levels(gathered, levels) * level, segment) * (row * col)
-    return mean, (residual, server)
+    def pack(values: jax.Array) -> jax.Array:
+        return codecs.pack_bits(segments.to_shards(values > 0, segment))
+
+    def reduce(words: jax.Array) -> jax.Array:
+        planes = codecs.count_votes(words)
+        ties = codecs.random_words(jnp.uint32(1), words.shape[1])
+        majority = codecs.majority_words(planes, segment.num_workers, ties)
+        return jnp.broadcast_to(majority, words.shape)[:, None]
+
+    def receive(down: jax.Array) -> jax.Array:
+        return segments.from_shards(codecs.decode_levels(down, levels), segment)
+
+    return Codec8(jax.jit(pack), jax.jit(reduce), jax.jit(receive))
+
+
+def feedback_codec(segment: segments.Segment) -> Codec8:
+    """The arithmetic of one SIGN majority step with both error feedbacks."""
+    levels = codecs.LEVELS["majority"]
+
+    def scale(gradient: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        corrected = gradient + residual
+        return corrected, segments.local_scale(jnp.abs(corrected), segment.scale)
+
+    def pack(corrected: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row, col = segments.scale_factors(scale, segment)
+        positive = codecs.is_positive(corrected, jnp.asarray(True))
+        words = codecs.pack_bits(segments.to_shards(positive, segment))
+        return words, corrected - jnp.where(positive, row * col, -(row * col))
+
+    def reduce(words: jax.Array, scale: jax.Array, server: jax.Array) -> tuple[jax.Array, ...]:
+        row, col = segments.scale_factors(scale, segment)
+        unit = segments.shard_scale(row, col, segment, jnp.int32(0))
+        planes = codecs.count_votes(words)
+        values = codecs.decode_counts(planes, segment.num_workers) * unit + server
+        level = jnp.sum(jnp.abs(values) * unit) / jnp.sum(unit * unit)
+        down = codecs.pack_bits(codecs.is_positive(values, jnp.asarray(True)))[None]
+        server = values - codecs.decode_levels(down, levels) * (level * unit)
+        return jnp.broadcast_to(down, (segment.num_workers, *down.shape)), level, server
+
+    def receive(down: jax.Array, level: jax.Array, scale: jax.Array) -> jax.Array:
+        row, col = segments.scale_factors(scale, segment)
+        return segments.from_shards(codecs.decode_levels(down, levels), segment) * (level * row * col)
+
+    return Codec8(
+        jax.jit(pack, donate_argnums=0),
+        jax.jit(reduce, donate_argnums=2),
+        jax.jit(receive),
+        jax.jit(scale, donate_argnums=1),
+    )
+
+
+def code_plain(codec: Codec8, values: jax.Array) -> jax.Array:
+    return codec.receive(codec.reduce(codec.pack(values)))
+
+
+def code_with_feedback(codec: Codec8, gradient: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    assert codec.scale is not None
+    residual, server = state
+    corrected, scale = codec.scale(gradient, residual)
+    words, residual = codec.pack(corrected, scale)
+    down, level, server = codec.reduce(words, scale, server)
+    return codec.receive(down, level, scale), (residual, server)
 
 
 # =========================================================================================== control

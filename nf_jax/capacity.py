@@ -103,7 +103,7 @@ def group_bytes(
         return allreduce_bytes(4 * sum(segment.size for segment in segments), num_workers)
     shard_size = sum(segment.shard_size for segment in segments)
     if route == Route.BF16:
-        return gather_bytes(4 * shard_size + 4 * num_lanes, num_workers)
+        return gather_bytes(4 * shard_size + 8 * num_lanes, num_workers)
     up_planes, num_votes = (1, num_workers) if route == Route.SIGN else (2, 2 * num_workers)
     plane_bytes, statistics = shard_size // 8, 8 * num_lanes
     if codec.down == "count":

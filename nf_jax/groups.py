@@ -69,34 +69,36 @@ class Given(NamedTuple):
     Attributes:
       gradients: local gradients, `[*shape]` in their own dtype; differ between workers.
       residuals: what the worker has not sent yet, stacks; None without error feedback.
-      server: what the worker as reducer has not sent yet, `f32[sum of shard sizes]`, or None.
+      server: what the worker as reducer has not sent yet, a `f32[k, shard_size]` per stack; None likewise.
       seed: `uint32[]`, the same on all workers, another at every step.
+      ok: `bool[]`, the same on all workers; where False, residuals stay as they are.
     """
 
     gradients: Sequence[Array]
     residuals: Sequence[Array] | None
-    server: Array | None
+    server: Sequence[Array] | None
     seed: Array
+    ok: Array
 
 
-class Averaged(NamedTuple):
-    """What a route gives back.
+class Sent(NamedTuple):
+    """What is left of sending: what arrived, and what was not sent.
 
     Attributes:
-      means: `f32[*shape]`, the same bits on all workers.
-      sent: makes stacks, this worker's share of the mean as the others understood it; called where needed.
+      payload: arrays from which `receive` makes the means; the same on all workers.
       residuals: stacks, gradient + old residual - sent; None without error feedback.
-      server: the new server residual, or None.
+      server: the new server residuals, or None.
       agreement: `f32[lanes]`, mean |votes| in [0, 1]; -1 where nothing was voted.
       residual_ratio: `f32[lanes]`, RMS over workers of the residual norm / norm of the mean gradient.
+      values: stacks, this worker's share of the mean as the others understood it.
     """
 
-    means: list[Array]
-    sent: Callable[[], list[Array]]
+    payload: tuple[Array, ...]
     residuals: Sequence[Array] | None
-    server: Array | None
+    server: Sequence[Array] | None
     agreement: Array
     residual_ratio: Array
+    values: Sequence[Array]
 
 
 def stack_leaves(group: Group, leaves: Sequence[Array]) -> list[Array]:
@@ -123,9 +125,9 @@ def unstack(stacks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[
     return [matrix.reshape(shape) for matrix, shape in zip(matrices, shapes, strict=True)]
 
 
-def to_leaves(given: Given, stacks: Sequence[Array]) -> list[Array]:
-    """Stacks back to leaves, in the shapes of the gradients."""
-    return unstack(stacks, [gradient.shape for gradient in given.gradients])
+def to_leaves(like: Sequence[Array], stacks: Sequence[Array]) -> list[Array]:
+    """Stacks back to leaves, in the shapes of `like`."""
+    return unstack(stacks, [leaf.shape for leaf in like])
 
 
 def wide_gradients(given: Given) -> list[Array]:
@@ -147,13 +149,22 @@ def new_residuals(
     """New residuals, and their squared norm per lane (this worker's)."""
     if given.residuals is None:
         return None, jnp.zeros((len(group.lanes),), jnp.float32)
-    residuals = lax.optimization_barrier([c - part for c, part in zip(corrected, sent, strict=True)])
-    return residuals, sum_by_lane(group, jnp.concatenate([squared_norms(stack) for stack in residuals]))
+    residuals = [
+        keep_unless(given.ok, old, c - part)
+        for old, c, part in zip(given.residuals, corrected, sent, strict=True)
+    ]
+    return residuals, sum_by_lane(
+        group, jnp.concatenate([jax.vmap(squared_norm)(stack) for stack in residuals])
+    )
 
 
-def squared_norms(stack: Array) -> Array:
-    flat = stack.reshape(stack.shape[0], -1)
-    return jnp.sum(flat * flat, axis=1)
+def keep_unless(ok: Array, old: Array, new: Array) -> Array:
+    """The new residual where the step was sound; chosen, never multiplied: a NaN times zero is a NaN."""
+    return jnp.where(ok, new, old)
+
+
+def squared_norm(values: Array) -> Array:
+    return jnp.sum(values * values)
 
 
 def cut_shards(group: Group, stacks: Sequence[Array]) -> Array:
@@ -189,11 +200,6 @@ def nonzero(values: Array) -> Array:
 def sum_by_lane(group: Group, values: Array | np.ndarray) -> Array:
     """Sums by lane what is given by leaf: `[leaves, ...]` -> `[lanes, ...]`."""
     return jax.ops.segment_sum(jnp.asarray(values), np.asarray(group.lane_of_leaf), len(group.lanes))
-
-
-def sum_by_leaf(group: Group, values: Array) -> Array:
-    by_block = values.reshape(-1, codecs.BLOCK).sum(1)
-    return jax.ops.segment_sum(by_block, leaf_of_block(group), len(group.leaves), indices_are_sorted=True)
 
 
 def leaf_of_block(group: Group) -> np.ndarray:

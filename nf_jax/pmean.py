@@ -6,6 +6,7 @@ the routes it can take; with routes given as Python integers ("pinned") there is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ import numpy as np
 from jax import Array, lax
 
 from nf_jax import collectives, regions
-from nf_jax.groups import Averaged, Given, Group, stack_leaves, unstack
+from nf_jax.groups import Given, Group, nothing_voted, stack_leaves, unstack, wide_gradients
 from nf_jax.plan import Plan
 from nf_jax.profile import Route, to_route
-from nf_jax.routes import ROUTES, settle_fp32
+from nf_jax.routes import ROUTES, average_fp32, settle_fp32
 
 
 class Memory(NamedTuple):
@@ -139,24 +140,24 @@ def average(
     for number, group in enumerate(plan.groups):
         route = pinned[group.lanes[0]] if pinned is not None else jnp.asarray(routes)[group.lanes[0]]
         paths = [plan.paths[i] for i in group.leaves]
-        operands = _Operands(
+        given = Given(
             [leaves[i] for i in group.leaves],
             _stack_residuals(group, [memory.residual.get(path) for path in paths]),
-            _join_servers(group, [memory.server_residual.get(path) for path in paths]),
-            jnp.asarray(ok),
+            _stack_servers(group, [memory.server_residual.get(path) for path in paths]),
             jnp.asarray(seed, jnp.uint32),
+            jnp.asarray(ok),
         )
-        outcome = _switch(group, route, pending[number], operands, axis, keep_sent)
+        outcome = _average_group(group, route, pending[number], given, axis, keep_sent)
         shapes = [plan.shapes[i] for i in group.leaves]
         for index, mean in zip(group.leaves, outcome.means, strict=True):
-            means[index] = mean
+            means[index] = mean.astype(leaves[index].dtype)
         if keep_sent:
             for index, part in zip(group.leaves, unstack(outcome.sent, shapes), strict=True):
                 sent[index] = part
         if outcome.residuals:
             memory.residual.update(zip(paths, unstack(outcome.residuals, shapes), strict=True))
-        if outcome.server is not None:
-            memory.server_residual.update(zip(paths, _split_server(group, outcome.server), strict=True))
+        if outcome.server:
+            memory.server_residual.update(zip(paths, _unstack_servers(outcome.server), strict=True))
         lanes = np.asarray(group.lanes)
         agreement = agreement.at[lanes].set(outcome.agreement)
         residual_ratio = residual_ratio.at[lanes].set(outcome.residual_ratio)
@@ -171,97 +172,181 @@ def average(
     )
 
 
-class _Operands(NamedTuple):
-    gradients: list[Array]
-    residuals: list[Array]
-    server: Array | None
-    ok: Array
-    seed: Array
-
-
 class _Outcome(NamedTuple):
-    means: list[Array]
-    sent: list[Array]
-    residuals: list[Array]
-    server: Array | None
+    means: Sequence[Array]
+    sent: Sequence[Array]
+    residuals: Sequence[Array]
+    server: Sequence[Array]
     agreement: Array
     residual_ratio: Array
 
 
-def _switch(
+class _Carry(NamedTuple):
+    """What sending changes: the memory, and a place for what arrives by each lossy route."""
+
+    todo: Array
+    residuals: list[Array]
+    server: list[Array]
+    payloads: dict[Route, tuple[Array, ...]]
+    agreement: Array
+    residual_ratio: Array
+    sent: list[Array]
+
+
+def _average_group(
     group: Group,
     route: int | Array,
     pending: Array,
-    operands: _Operands,
+    given: Given,
     axis: collectives.AxisName,
     keep_sent: bool,
 ) -> _Outcome:
-    """One of the group's routes, by number; FP32 has a branch of its own while residuals are pending."""
-    has_memory = bool(operands.residuals) or operands.server is not None
-    functions = [ROUTES[r] for r in group.routes]
-    if has_memory and Route.FP32 in group.routes:
-        functions.append(settle_fp32)
-    branches = [_branch(function, group, axis, keep_sent) for function in functions]
+    """Sends, receives, and sets to zero what an exact step has settled.
+
+    Sending is a loop of one trip or none: a loop works on its arrays in place, where a conditional would
+    copy the residuals at every step, and most of all at an exact one, that does not touch them.
+    """
+    carry = _empty_carry(group, given, axis, keep_sent)
+    lossy = [r for r in group.routes if r != Route.FP32]
     if not isinstance(route, Array):
-        position = group.routes.index(Route(route))
-        if settle_fp32 not in functions or route != Route.FP32:
-            return branches[position](operands)
-        return lax.cond(pending, branches[-1], branches[position], operands)
+        if route != Route.FP32:
+            carry = _send(Route(route), group, given, axis, carry)
+    elif lossy == list(group.routes) and len(lossy) == 1:
+        carry = _send(lossy[0], group, given, axis, carry)
+    else:
+        carry = carry._replace(todo=route != Route.FP32)
+        carry = _once(lambda held: _send_by(route, lossy, group, given, axis, held), carry)
+    means, sent, settled = _receive(group, route, pending, given, carry, axis, keep_sent)
+    memory = [*carry.residuals, *carry.server]
+    if settled is not None and memory:
+        memory = _clear(settled, memory, axis)
+    num = len(carry.residuals)
+    return _Outcome(means, sent, memory[:num], memory[num:], carry.agreement, carry.residual_ratio)
+
+
+def _empty_carry(group: Group, given: Given, axis: collectives.AxisName, keep_sent: bool) -> _Carry:
+    lossy = [route for route in group.routes if route != Route.FP32]
+    zeros = lambda shapes: tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)  # noqa: E731
+    payloads = {r: zeros(ROUTES[r].payload_shapes(group, lax.axis_size(axis))) for r in lossy}
+    sent = stack_leaves(group, wide_gradients(given)) if keep_sent else []
+    return _Carry(
+        jnp.asarray(True),
+        list(given.residuals or []),
+        list(given.server or []),
+        payloads,
+        *nothing_voted(group),
+        sent,
+    )
+
+
+def _once(body: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:
+    """`body(carry)` if `carry.todo`."""
+    return lax.while_loop(
+        lambda held: held.todo, lambda held: body(held)._replace(todo=jnp.asarray(False)), carry
+    )
+
+
+def _send_by(
+    route: Array,
+    lossy: Sequence[Route],
+    group: Group,
+    given: Given,
+    axis: collectives.AxisName,
+    carry: _Carry,
+) -> _Carry:
+    """Sends by one of several lossy routes."""
+    branches = [functools.partial(_send, r, group, given, axis) for r in lossy]
     if len(branches) == 1:
-        return branches[0](operands)
+        return branches[0](carry)
+    position = np.zeros(len(Route), np.int32)
+    position[list(lossy)] = range(len(lossy))
+    return lax.switch(jnp.asarray(position)[route], branches, carry)
+
+
+def _send(route: Route, group: Group, given: Given, axis: collectives.AxisName, carry: _Carry) -> _Carry:
+    wide = [stack.astype(jnp.float32) for stack in carry.residuals] or None
+    sent = ROUTES[route].send(group, given._replace(residuals=wide, server=carry.server or None), axis)
+    return carry._replace(
+        residuals=[
+            collectives.varying(new.astype(old.dtype), axis)
+            for old, new in zip(carry.residuals, sent.residuals or [], strict=True)
+        ],
+        server=[collectives.varying(part, axis) for part in sent.server or []],
+        payloads=carry.payloads | {route: sent.payload},
+        agreement=sent.agreement,
+        residual_ratio=sent.residual_ratio,
+        sent=[collectives.varying(stack, axis) for stack in sent.values] if carry.sent else [],
+    )
+
+
+def _receive(
+    group: Group,
+    route: int | Array,
+    pending: Array,
+    given: Given,
+    carry: _Carry,
+    axis: collectives.AxisName,
+    keep_sent: bool,
+) -> tuple[Sequence[Array], Sequence[Array], Array | None]:
+    """The means, what this worker sent, and whether residuals were settled (None: cannot be)."""
+    wide = [stack.astype(jnp.float32) for stack in carry.residuals] or None
+    given = given._replace(residuals=wide, server=carry.server or None)
+    has_memory = bool(carry.residuals or carry.server)
+
+    def by_route(r: Route) -> Callable[[], Any]:
+        if r == Route.FP32:
+            return lambda: (average_fp32(given.gradients, axis), carry.sent, jnp.asarray(False))
+        receive = ROUTES[r].receive
+        return lambda: (receive(group, carry.payloads[r], given.gradients), carry.sent, jnp.asarray(False))
+
+    def settle() -> Any:
+        means, local = settle_fp32(group, given, axis)
+        local = [collectives.varying(stack, axis) for stack in local] if keep_sent else []
+        return means, local, given.ok
+
+    settles = has_memory and Route.FP32 in group.routes
+    if not isinstance(route, Array):
+        branch = by_route(Route(route))
+        if not settles or route != Route.FP32:
+            return *branch()[:2], None
+        return lax.cond(pending, settle, branch)
+    branches = [by_route(r) for r in group.routes] + [settle] * settles
+    if len(branches) == 1:
+        return *branches[0]()[:2], None
     position = np.zeros(len(Route), np.int32)
     position[list(group.routes)] = range(len(group.routes))
     index = jnp.asarray(position)[route]
-    if settle_fp32 in functions:
-        index = jnp.where((route == Route.FP32) & pending, np.int32(len(functions) - 1), index)
-    return lax.switch(index, branches, operands)
+    if settles:
+        index = jnp.where((route == Route.FP32) & pending, np.int32(len(group.routes)), index)
+    return lax.switch(index, branches)
 
 
-def _branch(
-    function: Callable[..., Averaged], group: Group, axis: collectives.AxisName, keep_sent: bool
-) -> Callable[[_Operands], _Outcome]:
-    def run(operands: _Operands) -> _Outcome:
-        residuals, server = operands.residuals, operands.server
-        wide = [stack.astype(jnp.float32) for stack in residuals] or None
-        averaged = function(group, Given(operands.gradients, wide, server, operands.seed), axis)
-        if function is not ROUTES[Route.FP32]:
-            residuals = [
-                _update(operands.ok, old, new)
-                for old, new in zip(residuals, averaged.residuals or residuals, strict=True)
-            ]
-            server = None if server is None else _update(operands.ok, server, averaged.server)
-        return _Outcome(
-            [m.astype(g.dtype) for m, g in zip(averaged.means, operands.gradients, strict=True)],
-            [collectives.varying(stack, axis) for stack in averaged.sent()] if keep_sent else [],
-            [collectives.varying(stack, axis) for stack in residuals],
-            None if server is None else collectives.varying(server, axis),
-            averaged.agreement,
-            averaged.residual_ratio,
-        )
+def _clear(settled: Array, memory: list[Array], axis: collectives.AxisName) -> list[Array]:
+    """Zeros where settled; in place, like sending."""
 
-    return run
+    def body(held: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        return jnp.asarray(False), [collectives.varying(jnp.zeros_like(part), axis) for part in held[1]]
+
+    return lax.while_loop(lambda held: held[0], body, (settled, memory))[1]
 
 
-def _update(ok: Array, old: Array, new: Array | None) -> Array:
-    """The new residual where the step was sound; chosen, never multiplied: a NaN times zero is a NaN."""
-    return old if new is None else jnp.where(ok, new.astype(old.dtype), old)
-
-
-def _stack_residuals(group: Group, residuals: Sequence[Array | None]) -> list[Array]:
+def _stack_residuals(group: Group, residuals: Sequence[Array | None]) -> list[Array] | None:
     if not group.keeps_residual or any(residual is None for residual in residuals):
-        return []
+        return None
     return stack_leaves(group, [residual for residual in residuals if residual is not None])
 
 
-def _join_servers(group: Group, servers: Sequence[Array | None]) -> Array | None:
+def _stack_servers(group: Group, servers: Sequence[Array | None]) -> list[Array] | None:
+    """A `[k, shard_size]` per stack."""
     if not group.keeps_server_residual or any(server is None for server in servers):
         return None
-    return jnp.concatenate([server for server in servers if server is not None])
+    rows = [server[None] for server in servers if server is not None]
+    stops = np.cumsum(group.stacks).tolist()
+    return [jnp.concatenate(rows[stop - n : stop]) for n, stop in zip(group.stacks, stops, strict=True)]
 
 
-def _split_server(group: Group, server: Array) -> list[Array]:
-    cuts = np.cumsum([segment.shard_size for segment in group.segments])[:-1].tolist()
-    return jnp.split(server, cuts)
+def _unstack_servers(stacks: Sequence[Array]) -> list[Array]:
+    return [row[0] for stack in stacks for row in jnp.split(stack, stack.shape[0])]
 
 
 def _check_length(plan: Plan, shape: tuple[int, ...]) -> None:

@@ -1,55 +1,60 @@
 """The routes: how the lanes of one group are averaged, each a codec and its collectives.
 
-`ROUTES` is the table, in the order of `Route`; a new codec is one function and one row. Every route has
-the same signature, `(group, given, axis) -> Averaged`, and moves data without deciding anything. What a
-lossy stage leaves unsent is its residual, kept by who caused it: by each worker for the way up, by the
-worker that reduces a shard for the way down.
+`ROUTES` is the table, in the order of `Route`; a new codec is two functions and one row. A route *sends*
+(all that crosses workers and changes residuals) and *receives* (what arrived -> the means); it moves data
+without deciding anything. What a lossy stage leaves unsent is its residual, kept by who caused it: by each
+worker for the way up, by the worker that reduces a shard for the way down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from nf_jax import codecs, collectives
+from nf_jax import codecs, collectives, segments
 from nf_jax.groups import (
-    Averaged,
     Given,
     Group,
+    Sent,
     add_residuals,
     as_f32,
     cut_shards,
     decode_stacks,
+    keep_unless,
     new_residuals,
     norm_ratio,
     nothing_voted,
     split_stacks,
-    squared_norms,
+    squared_norm,
     stack_leaves,
     sum_by_lane,
     to_leaves,
     wide_gradients,
 )
-from nf_jax.votes import average_sign, average_ternary
+from nf_jax.profile import Route
+from nf_jax.votes import payload_shapes, receive_votes, send_votes
 
 # ------------------------------------------------------------------------------------------------- FP32
 
 
-def average_fp32(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
+def average_fp32(gradients: Sequence[Array], axis: collectives.AxisName) -> list[Array]:
     """The plain mean; residuals are left as they are (`settle_fp32` pays them out)."""
-    means = collectives.mean_exact(wide_gradients(given), axis)
-    sent = lambda: stack_leaves(group, wide_gradients(given))  # noqa: E731
-    return Averaged(means, sent, given.residuals, given.server, *nothing_voted(group))
+    return collectives.mean_exact([gradient.astype(jnp.float32) for gradient in gradients], axis)
 
 
-def settle_fp32(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
+def settle_fp32(group: Group, given: Given, axis: collectives.AxisName) -> tuple[list[Array], list[Array]]:
     """The plain mean on the first exact step after a lossy one: drains the residuals into it, or drops them.
 
     Draining costs no extra bytes: a worker adds its residual to its gradient, and, where it reduced a
-    shard, `W` times what it still owes there.
+    shard, `W` times what it still owes there. Who calls it sets the residuals to zero.
+
+    Returns:
+      The means, one a leaf, and what this worker sent, in stacks.
     """
     local = stack_leaves(group, wide_gradients(given))
     if group.codec.on_fallback == "drain":
@@ -57,20 +62,14 @@ def settle_fp32(group: Group, given: Given, axis: collectives.AxisName) -> Avera
         if given.server is not None:
             owed = _owed(group, given.server, axis)
             local = [stack + part for stack, part in zip(local, owed, strict=True)]
-    means = collectives.mean_exact(local, axis)
-    zeros = [jnp.zeros_like(stack) for stack in local] if given.residuals is not None else None
-    server = None if given.server is None else jnp.zeros_like(given.server)
-    return Averaged(to_leaves(given, means), lambda: local, zeros, server, *nothing_voted(group))
+    return to_leaves(given.gradients, collectives.mean_exact(local, axis)), local
 
 
-def _owed(group: Group, server: Array, axis: collectives.AxisName) -> list[Array]:
+def _owed(group: Group, server: Sequence[Array], axis: collectives.AxisName) -> list[Array]:
     """`W` times the server residual, at the elements this worker reduces, zero elsewhere: stacks."""
     index, owed = collectives.worker_index(axis), []
-    for segment, part in zip(
-        group.stack_segments, split_stacks(server, group, codecs.WORD_BITS), strict=True
-    ):
-        rows = part[:, : segment.shard_rows * segment.cols]
-        rows = rows.reshape(part.shape[0], segment.shard_rows, *segment.matrix_shape[1:])
+    for segment, part in zip(group.stack_segments, server, strict=True):
+        rows = segments.shard_matrix(part, segment)
         shape = (part.shape[0], segment.num_workers * segment.shard_rows, *segment.matrix_shape[1:])
         whole = lax.dynamic_update_slice_in_dim(
             collectives.varying(jnp.zeros(shape, jnp.float32), axis),
@@ -85,29 +84,48 @@ def _owed(group: Group, server: Array, axis: collectives.AxisName) -> list[Array
 # ------------------------------------------------------------------------------------------------- BF16
 
 
-def average_bf16(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
+def send_bf16(group: Group, given: Given, axis: collectives.AxisName) -> Sent:
     """Two bytes an element both ways, summed in f32; both roundings have their residual."""
     corrected = add_residuals(group, given)
-    words = lax.optimization_barrier([codecs.to_bf16_words(stack) for stack in corrected])
+    words = [codecs.to_bf16_words(stack) for stack in corrected]
     sent = [codecs.from_bf16_words(stack) for stack in words]
     received = collectives.exchange(cut_shards(group, words), axis)
     mean = codecs.from_bf16_words(received).mean(0)
     if given.server is not None:
-        mean = mean + given.server
-    down = lax.optimization_barrier(codecs.to_bf16_words(mean))
-    server = None if given.server is None else mean - codecs.from_bf16_words(down)
+        mean = mean + jnp.concatenate([part.reshape(-1) for part in given.server])
+    down = codecs.to_bf16_words(mean)
+    server = None
+    if given.server is not None:
+        unsent = split_stacks(mean - codecs.from_bf16_words(down), group, codecs.WORD_BITS)
+        server = [keep_unless(given.ok, old, new) for old, new in zip(given.server, unsent, strict=True)]
     residuals, squared = new_residuals(group, given, corrected, sent)
-    statistics = lax.bitcast_convert_type(squared, jnp.uint16).reshape(-1)
+    norms = [jax.vmap(squared_norm)(part) for part in split_stacks(mean, group, codecs.WORD_BITS)]
+    numbers = jnp.concatenate([squared, sum_by_lane(group, jnp.concatenate(norms))])
+    statistics = lax.bitcast_convert_type(numbers, jnp.uint16).reshape(-1)
     gathered = collectives.gather(jnp.concatenate([down, statistics]), axis)
 
     num_workers, size = gathered.shape[0], down.shape[0]
-    decode = jax.vmap(lambda part: _poisoned(codecs.from_bf16_words(part)))
-    means = decode_stacks(group, gathered[:, :size], codecs.WORD_BITS, decode)
-    squared = as_f32(gathered[:, size:].reshape(num_workers, -1, 2)).sum(0)
-    norms = sum_by_lane(group, jnp.concatenate([squared_norms(stack) for stack in means]))
+    squared, norms = jnp.split(as_f32(gathered[:, size:].reshape(num_workers, -1, 2)).sum(0), 2)
     no_votes, _ = nothing_voted(group)
-    ratio = norm_ratio(squared / jnp.float32(num_workers), norms)
-    return Averaged(to_leaves(given, means), lambda: sent, residuals, server, no_votes, ratio)
+    return Sent(
+        (gathered,), residuals, server, no_votes, norm_ratio(squared / jnp.float32(num_workers), norms), sent
+    )
+
+
+def receive_bf16(group: Group, payload: tuple[Array, ...], like: Sequence[Array]) -> list[Array]:
+    """The means, `f32[*shape]` in the shapes of `like`."""
+    words = payload[0][:, : _shard_sizes(group)]
+    decode = jax.vmap(lambda part: _poisoned(codecs.from_bf16_words(part)))
+    return to_leaves(like, decode_stacks(group, words, codecs.WORD_BITS, decode))
+
+
+def bf16_shapes(group: Group, num_workers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shape of a payload: what every worker gathered, `uint16[W, n]`."""
+    return (jax.ShapeDtypeStruct((num_workers, _shard_sizes(group) + 4 * len(group.lanes)), jnp.uint16),)
+
+
+def _shard_sizes(group: Group) -> int:
+    return sum(segment.shard_size for segment in group.segments)
 
 
 def _poisoned(mean: Array) -> Array:
@@ -117,6 +135,28 @@ def _poisoned(mean: Array) -> Array:
 
 # ------------------------------------------------------------------------------------------------ table
 
-RouteFunction = Callable[[Group, Given, collectives.AxisName], Averaged]
 
-ROUTES: tuple[RouteFunction, ...] = (average_fp32, average_bf16, average_sign, average_ternary)
+class Lossy(NamedTuple):
+    """One lossy route.
+
+    Attributes:
+      send: `(group, given, axis) -> Sent`.
+      receive: `(group, payload, like) -> means`; no collective.
+      payload_shapes: `(group, num_workers)` -> shapes and dtypes of `Sent.payload`.
+    """
+
+    send: Callable[[Group, Given, collectives.AxisName], Sent]
+    receive: Callable[[Group, tuple[Array, ...], Sequence[Array]], list[Array]]
+    payload_shapes: Callable[[Group, int], tuple[jax.ShapeDtypeStruct, ...]]
+
+
+def _votes(gated: bool) -> Lossy:
+    return Lossy(*(functools.partial(f, gated=gated) for f in (send_votes, receive_votes, payload_shapes)))
+
+
+ROUTES: dict[Route, Lossy] = {
+    Route.BF16: Lossy(send_bf16, receive_bf16, bf16_shapes),
+    Route.SIGN: _votes(gated=False),
+    Route.TERNARY: _votes(gated=True),
+}
+"""Every route but FP32, which sends and receives at once (`average_fp32`, `settle_fp32`)."""

@@ -10,11 +10,14 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from nf_jax import codecs
 
-SKETCH_SIZE = 2 * codecs.LANE_WORDS
+SKETCH_SIZE = 32
+_PROJECTIONS = 8  # random vectors that every row is multiplied with
+_SKETCHED_COLS = 1024  # of a vector, seen as a matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,7 @@ def make_segment(shape: tuple[int, ...], num_workers: int, scale: str) -> Segmen
     if scale == "auto":
         cheap = size > 0 and (rows + cols) / (2 * size) < 0.005 and rows >= num_workers
         scale = "rank1" if cheap and len(shape) > 1 else "leaf"
-    if len(shape) < 2 or rows < num_workers:
+    if len(shape) < 2 or cols == 1 or rows < num_workers:
         return Segment(num_workers, size, 1, "leaf")
     return Segment(num_workers, rows, cols, scale)
 
@@ -141,18 +144,31 @@ def scale_factors(agreed: Array, segment: Segment) -> tuple[Array, Array]:
     return (row + poison)[:, None], (col * inverse + poison)[None, :]
 
 
-def shard_scale(row: Array, col: Array, segment: Segment, index: Array) -> Array:
-    """The scale of shard `index`, element by element, zero on pads: `f32[shard_size]`."""
+def shard_factors(row: Array, col: Array, segment: Segment, index: Array) -> tuple[Array, Array]:
+    """The scale factors of shard `index`, zero beyond the leaf's last row: they broadcast over its rows.
+
+    Returns:
+      `row`, `f32[shard_rows, 1]`, and `col`, `f32[1, cols or 1]`; of one axis where the matrix has one.
+    """
     first = index * segment.shard_rows
-    row = row.reshape(-1)
-    if row.shape[0] == segment.rows:
-        padded = jnp.pad(row, (0, segment.num_workers * segment.shard_rows - segment.rows))
-        row = lax.dynamic_slice_in_dim(padded, first, segment.shard_rows)
-    else:
-        is_row = first + jnp.arange(segment.shard_rows, dtype=first.dtype) < segment.rows
-        row = jnp.where(is_row, row, jnp.float32(0))
-    scale = row[:, None] * jnp.broadcast_to(col.reshape(1, -1), (1, segment.cols))
-    return lax.optimization_barrier(pad_shard(scale.reshape(-1), segment))
+    trailing = (1,) * (len(segment.matrix_shape) - 1)
+    if row.size == segment.rows:
+        missing = segment.num_workers * segment.shard_rows - segment.rows
+        padded = jnp.pad(row.reshape(-1), (0, missing))
+        return lax.dynamic_slice_in_dim(padded, first, segment.shard_rows).reshape(-1, *trailing), col
+    is_row = first + jnp.arange(segment.shard_rows, dtype=first.dtype) < segment.rows
+    return jnp.where(is_row, row.reshape(-1), jnp.float32(0)).reshape(-1, *trailing), col
+
+
+def shard_matrix(shard: Array, segment: Segment) -> Array:
+    """`[..., shard_size]` -> `[..., shard_rows, *cols]`: the rows of a shard, without its pads."""
+    kept = shard[..., : segment.shard_rows * segment.cols]
+    return kept.reshape(*shard.shape[:-1], segment.shard_rows, *segment.matrix_shape[1:])
+
+
+def shard_vector(matrix: Array, segment: Segment) -> Array:
+    """`[k, shard_rows, *cols]` -> `[k, shard_size]`: the inverse of `shard_matrix`, padded with zeros."""
+    return pad_shard(matrix.reshape(matrix.shape[0], -1), segment)
 
 
 # --------------------------------------------------------------------------------------------- sketches
@@ -163,23 +179,26 @@ def sketch(values: Array, seed: Array) -> Array:
 
     Workers that use the same seed can average their sketches: the squared norm of the mean sketch then
     estimates that of the mean vector, from `SKETCH_SIZE` numbers instead of all (tug-of-war sketch: Alon,
-    Matias and Szegedy, 1996).
+    Matias and Szegedy, 1996). The random signs are products of a row's and a column's, so that one thin
+    matrix product reads the values once.
 
     Args:
-      values: `f32[...]`.
+      values: `f32[rows, cols]` or `f32[n]`.
       seed: `uint32[]`, the same on all workers.
 
     Returns:
       `f32[SKETCH_SIZE]`, in the values' unit. For values without structure its squared norm has a relative
-      standard error of `sqrt(2 / SKETCH_SIZE)`.
+      standard error of `sqrt(2 / SKETCH_SIZE)`; for a matrix of rank one, of about `sqrt(2 / 8)`.
     """
-    flat = values.reshape(-1)
-    width = codecs.WORD_BITS * SKETCH_SIZE
-    missing = -flat.shape[0] % width
-    blocks = jnp.pad(flat, (0, missing)).reshape(-1, codecs.WORD_BITS, SKETCH_SIZE)
-    inner = _random_signs(seed, (codecs.WORD_BITS, SKETCH_SIZE))
-    outer = _random_signs(seed ^ jnp.uint32(0x5BD1E995), (blocks.shape[0], SKETCH_SIZE))
-    return jnp.sum(jnp.sum(blocks * inner, axis=1) * outer, axis=0)
+    if values.ndim == 1:
+        values = jnp.pad(values, (0, -values.shape[0] % _SKETCHED_COLS)).reshape(-1, _SKETCHED_COLS)
+    rows, cols = values.shape
+    inner = _random_signs(seed, (cols, _PROJECTIONS))
+    outer = _random_signs(seed ^ jnp.uint32(0x5BD1E995), (rows, _PROJECTIONS))
+    projected = (values @ inner) * outer * np.float32(_PROJECTIONS**-0.5)
+    parts = SKETCH_SIZE // _PROJECTIONS
+    padded = jnp.pad(projected, ((0, -rows % parts), (0, 0)))
+    return padded.reshape(-1, SKETCH_SIZE).sum(0)
 
 
 def _random_signs(seed: Array, shape: tuple[int, ...]) -> Array:

@@ -7,8 +7,7 @@ majority vote (arXiv 1810.05291), 1-bit Adam's two phases (2102.02888), error fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +16,21 @@ from jax import Array, lax
 
 from nf_jax import codecs, collectives, segments
 from nf_jax.groups import (
-    Averaged,
     Given,
     Group,
+    Sent,
     add_residuals,
     as_f32,
     cut_shards,
     decode_stacks,
+    keep_unless,
     leaf_of_block,
     new_residuals,
     nonzero,
     norm_ratio,
+    split_stacks,
     stack_leaves,
     sum_by_lane,
-    sum_by_leaf,
     to_leaves,
     wide_gradients,
 )
@@ -40,23 +40,24 @@ from nf_jax.segments import Segment
 # A leaf whose largest scale lies below comes back as zero; hardware flushes such numbers to zero anyway.
 _SMALLEST_SCALE = np.float32(1e-37)
 
-
-def average_sign(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
-    """One bit an element up: the sign of gradient + residual, at an agreed scale."""
-    return _average_votes(group, given, axis, gated=False)
+Factors = list[tuple[Array, Array]]
+"""Per stack, the agreed scale as two factors whose product broadcasts over `[k, *matrix_shape]`."""
 
 
-def average_ternary(group: Group, given: Given, axis: collectives.AxisName) -> Averaged:
-    """Two bits an element up: its sign, or zero where it lies below `gate` times the scale."""
-    return _average_votes(group, given, axis, gated=True)
+# ---------------------------------------------------------------------------------------------- sending
 
 
-def _average_votes(group: Group, given: Given, axis: collectives.AxisName, gated: bool) -> Averaged:
+def send_votes(group: Group, given: Given, axis: collectives.AxisName, *, gated: bool) -> Sent:
+    """One bit an element up: the sign of gradient + residual at an agreed scale; two where gated.
+
+    Gated, an element below `gate` times the scale counts as zero.
+    """
     corrected = add_residuals(group, given)
-    factors, mean_squared = _agree_on_scales(group, given, corrected, axis)
+    agreed, mean_squared = _agree_on_scales(group, given, corrected, axis)
+    factors = _factors(group, agreed, gated)
     tie = (given.seed & jnp.uint32(1)) != 0
     voted = [
-        _vote(stack, row * col, group.codec, tie, gated)
+        _vote(stack, row, col, group.codec, tie, gated)
         for stack, (row, col) in zip(corrected, factors, strict=True)
     ]
     planes = [
@@ -67,31 +68,33 @@ def _average_votes(group: Group, given: Given, axis: collectives.AxisName, gated
 
     sent = [values for _, values in voted]
     residuals, squared = new_residuals(group, given, corrected, sent)
-    down = _reduce_votes(group, given, votes, factors, axis, gated)
-    stats = jnp.concatenate([down.agreeing, squared])
-    payload = jnp.concatenate([down.payload, lax.bitcast_convert_type(stats, jnp.uint32)])
-    gathered = collectives.gather(payload, axis)
+    words, levels, server, agreeing = _reduce_votes(group, given, votes, factors, axis)
+    numbers = lax.bitcast_convert_type(jnp.concatenate([levels, agreeing, squared]), jnp.uint32)
+    gathered = collectives.gather(jnp.concatenate([words.reshape(-1), numbers]), axis)
 
-    leveled = _leveled(factors, group, gated)
-    means = [values * (row * col) for values, (row, col) in zip(down.decode(gathered), leveled, strict=True)]
-    totals = as_f32(gathered[:, -stats.shape[0] :]).sum(0)
-    agreeing, squared = jnp.split(totals, 2)
-    sizes = np.bincount(group.lane_of_leaf, [segment.size for segment in group.segments], len(group.lanes))
+    num_lanes = len(group.lanes)
+    agreeing, squared = jnp.split(as_f32(gathered[:, -2 * num_lanes :]).sum(0), 2)
+    sizes = np.bincount(group.lane_of_leaf, [segment.size for segment in group.segments], num_lanes)
     ratio = norm_ratio(squared / jnp.float32(gathered.shape[0]), mean_squared)
-    return Averaged(
-        to_leaves(given, means),
-        lambda: sent,
-        residuals,
-        down.server,
-        agreeing * np.asarray(1 / sizes, np.float32),
-        ratio,
+    agreement = agreeing * np.asarray(1 / sizes, np.float32)
+    return Sent((gathered, agreed), residuals, server, agreement, ratio, sent)
+
+
+def payload_shapes(group: Group, num_workers: int, *, gated: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of a payload: what every worker gathered, `uint32[W, n]`, and the agreed scales, `f32[s]`."""
+    num_words = _num_planes(group, num_workers, gated) * _words_of_shards(group)
+    num_words += _num_levels(group) + 2 * len(group.lanes)
+    num_scales = sum(segment.scale_size for segment in group.segments)
+    return (
+        jax.ShapeDtypeStruct((num_workers, num_words), jnp.uint32),
+        jax.ShapeDtypeStruct((num_scales,), jnp.float32),
     )
 
 
 def _agree_on_scales(
     group: Group, given: Given, corrected: Sequence[Array], axis: collectives.AxisName
-) -> tuple[list[tuple[Array, Array]], Array]:
-    """Scale factors per stack, and the squared norm of each lane's mean gradient, estimated: `f32[lanes]`."""
+) -> tuple[Array, Array]:
+    """All scales in one vector, and the squared norm of each lane's mean gradient, estimated: `f32[lanes]`."""
     scales = [
         jax.vmap(lambda matrix, scale=segment.scale: segments.local_scale(jnp.abs(matrix), scale))(stack)
         for stack, segment in zip(corrected, group.stack_segments, strict=True)
@@ -101,157 +104,131 @@ def _agree_on_scales(
         for stack in stack_leaves(group, wide_gradients(given))
     ]
     sketched = sum_by_lane(group, jnp.concatenate(sketches))
-    agreed = collectives.agree(jnp.concatenate([part.reshape(-1) for part in (*scales, sketched)]), axis)
-    *parts, sketched = jnp.split(agreed, np.cumsum([part.size for part in scales]).tolist())
-    factors = [
-        jax.vmap(lambda values, segment=segment: segments.scale_factors(values, segment))(
-            part.reshape(local.shape)
-        )
-        for part, local, segment in zip(parts, scales, group.stack_segments, strict=True)
-    ]
-    return factors, jnp.sum(sketched.reshape(len(group.lanes), -1) ** 2, axis=1)
+    local = jnp.concatenate([part.reshape(-1) for part in (*scales, sketched)])
+    agreed, sketched = jnp.split(collectives.agree(local, axis), [local.size - sketched.size])
+    return agreed, jnp.sum(sketched.reshape(len(group.lanes), -1) ** 2, axis=1)
 
 
-def _vote(corrected: Array, scale: Array, codec: Codec, tie: Array, gated: bool) -> tuple[list[Array], Array]:
+def _factors(group: Group, agreed: Array, gated: bool) -> Factors:
+    """The scale factors, times what a vote stands for in units of its scale."""
+    level = jnp.float32(codecs.gated_level(group.codec.gate) if gated else 1.0)
+    sizes = [count * s.scale_size for count, s in zip(group.stacks, group.stack_segments, strict=True)]
+    factors = []
+    parts = jnp.split(agreed, np.cumsum(sizes)[:-1].tolist())
+    for part, count, segment in zip(parts, group.stacks, group.stack_segments, strict=True):
+        split = jax.vmap(lambda values, segment=segment: segments.scale_factors(values, segment))
+        row, col = split(part.reshape(count, -1))
+        factors.append((row * level, col))
+    return factors
+
+
+def _vote(
+    corrected: Array, row: Array, col: Array, codec: Codec, tie: Array, gated: bool
+) -> tuple[list[Array], Array]:
     """The bit planes that a worker sends of a stack, and the values they stand for."""
+    level = row * col
     if not gated:
         positive = codecs.is_positive(corrected, tie)
-        return [positive], jnp.where(positive, scale, -scale)
-    threshold, level = jnp.float32(codec.gate) * scale, _level(codec, gated) * scale
+        return [positive], jnp.where(positive, level, -level)
+    threshold = level * jnp.float32(codec.gate / codecs.gated_level(codec.gate))
     positive, negative = corrected > threshold, corrected < -threshold
     sent = jnp.where(positive, level, jnp.where(negative, -level, level * jnp.float32(0)))
     # Votes "is positive" and "is not negative": both set +1, both clear -1, one of them 0.
     return [positive, ~negative], sent
 
 
-def _level(codec: Codec, gated: bool) -> Array:
-    return jnp.float32(codecs.gated_level(codec.gate) if gated else 1.0)
-
-
-def _leveled(factors: Sequence[tuple[Array, Array]], group: Group, gated: bool) -> list[tuple[Array, Array]]:
-    return [(row * _level(group.codec, gated), col) for row, col in factors]
-
-
-class _Down(NamedTuple):
-    """What a reducer sends of its shard (`uint32[n]`), and how any worker decodes what it gathered."""
-
-    payload: Array
-    decode: Callable[[Array], list[Array]]
-    server: Array | None
-    agreeing: Array  # f32[lanes], |mean vote| summed over the shard's elements
+# --------------------------------------------------------------------------------------------- reducing
 
 
 def _reduce_votes(
-    group: Group,
-    given: Given,
-    votes: Array,
-    factors: Sequence[tuple[Array, Array]],
-    axis: collectives.AxisName,
-    gated: bool,
-) -> _Down:
+    group: Group, given: Given, votes: Array, factors: Factors, axis: collectives.AxisName
+) -> tuple[Array, Array, Sequence[Array] | None, Array]:
+    """What a reducer sends of its shard: words `[planes, m]`, levels, its new residual; and `f32[lanes]`,
+    |mean vote| summed over the shard's elements."""
     num_votes = votes.shape[0]
     planes = codecs.count_votes(votes)
-    ties = codecs.random_words(given.seed, votes.shape[1])
-    majority = codecs.majority_words(planes, num_votes, ties)
+    majority = codecs.majority_words(planes, num_votes, codecs.random_words(given.seed, votes.shape[1]))
     by_leaf = _excess_by_leaf(group, votes, majority, axis)
     agreeing = sum_by_lane(group, by_leaf)
     if group.codec.down == "count":
-        decode = lambda words: codecs.decode_counts(words, num_votes)  # noqa: E731
-        return _Down(planes.reshape(-1), _decoder(group, planes.shape, decode), given.server, agreeing)
+        return planes, jnp.zeros((0,), jnp.float32), given.server, agreeing
     if group.codec.down == "majority" and given.server is None:
         level = by_leaf / jnp.maximum(_valid_elements(group, axis), jnp.float32(1))
-        words, server = majority[None], None
-    else:
-        words, level, server = _requantize(group, given, planes, num_votes, factors, axis, gated)
-    decode = lambda words: codecs.decode_levels(words, codecs.LEVELS[group.codec.down])  # noqa: E731
-    payload = jnp.concatenate([words.reshape(-1), lax.bitcast_convert_type(level, jnp.uint32)])
-    return _Down(payload, _decoder(group, words.shape, decode, num_levels=level.shape[0]), server, agreeing)
-
-
-def _decoder(
-    group: Group, shape: tuple[int, ...], decode: Callable[[Array], Array], num_levels: int = 0
-) -> Callable[[Array], list[Array]]:
-    """Decodes gathered payloads: planes of `shape`, then the levels that multiply them, one a leaf."""
-    size = shape[0] * shape[1]
-
-    def run(gathered: Array) -> list[Array]:
-        values = decode_stacks(group, gathered[:, :size].reshape(-1, *shape), 1, decode)
-        if not num_levels:
-            return values
-        levels = as_f32(gathered[:, size : size + num_levels]).T
-        return [
-            stack * _by_row(part, segment)
-            for stack, part, segment in zip(
-                values, jnp.split(levels, np.cumsum(group.stacks)[:-1]), group.stack_segments, strict=True
-            )
-        ]
-
-    return run
-
-
-def _by_row(levels: Array, segment: Segment) -> Array:
-    """A level per leaf and shard, `[k, W]`, spread over the rows that the shards hold."""
-    rows = jnp.repeat(levels, segment.shard_rows, axis=1)[:, : segment.rows]
-    return rows.reshape(*rows.shape, *([1] * (len(segment.matrix_shape) - 1)))
+        return majority[None], level, None, agreeing
+    words, level, server = _requantize(group, given, planes, num_votes, factors, axis)
+    return words, level, server, agreeing
 
 
 def _requantize(
-    group: Group,
-    given: Given,
-    planes: Array,
-    num_votes: int,
-    factors: Sequence[tuple[Array, Array]],
-    axis: collectives.AxisName,
-    gated: bool,
-) -> tuple[Array, Array, Array | None]:
-    """The shard's mean + server residual at one or two bits: words `[bits, m]`, levels, new residual."""
-    index = collectives.worker_index(axis)
-    scale = jnp.concatenate(
-        [
-            jax.vmap(lambda row, col, segment=segment: segments.shard_scale(row, col, segment, index))(
-                row, col
-            ).reshape(-1)
-            for (row, col), segment in zip(_leveled(factors, group, gated), group.stack_segments, strict=True)
-        ]
-    )
-    values = codecs.decode_counts(planes, num_votes) * scale
-    if given.server is not None:
-        values = values + given.server
+    group: Group, given: Given, planes: Array, num_votes: int, factors: Factors, axis: collectives.AxisName
+) -> tuple[Array, Array, list[Array] | None]:
+    """The shard's mean + server residual at one or two bits: words `[bits, m]`, levels, new residuals."""
+    index, tie = collectives.worker_index(axis), (given.seed & jnp.uint32(2)) != 0
     levels = codecs.LEVELS[group.codec.down]
-    level = _fit_level(group, values, scale, factors, levels)
-    unit = (level[leaf_of_block(group)][:, None] * scale.reshape(-1, codecs.BLOCK)).reshape(-1)
-    tie = (given.seed & jnp.uint32(2)) != 0
-    bits = [codecs.is_positive(values, tie)]
-    if levels.threshold is not None:
-        bits.append(jnp.abs(values) > jnp.float32(levels.threshold) * unit)
-    words = jnp.stack([codecs.pack_bits(plane) for plane in bits])
-    server = None if given.server is None else values - codecs.decode_levels(words, levels) * unit
-    return words, level, server
+    words, fitted, server = [], [], []
+    for i, (segment, part) in enumerate(
+        zip(group.stack_segments, split_stacks(planes, group, 1), strict=True)
+    ):
+        cut = jax.vmap(lambda row, col, segment=segment: segments.shard_factors(row, col, segment, index))
+        row, col = cut(*factors[i])
+        values = segments.shard_matrix(codecs.decode_counts(jnp.moveaxis(part, 1, 0), num_votes), segment)
+        values = values * (row * col)
+        if given.server is not None:
+            values = values + segments.shard_matrix(given.server[i], segment)
+        level = _fit_level(values, row, col, factors[i], segment, levels)
+        row = row * level.reshape(-1, *([1] * (row.ndim - 1)))
+        bits, sent = _to_levels(values, row, col, levels, tie)
+        packed = [codecs.pack_bits(segments.shard_vector(plane, segment)) for plane in bits]
+        words.append(jnp.stack(packed).reshape(len(bits), -1))
+        fitted.append(level)
+        if given.server is not None:
+            new = segments.shard_vector(values - sent, segment)
+            server.append(keep_unless(given.ok, given.server[i], new))
+    joined = jnp.concatenate(words, axis=1), jnp.concatenate(fitted)
+    return *joined, None if given.server is None else server
+
+
+def _to_levels(
+    values: Array, row: Array, col: Array, levels: codecs.Levels, tie: Array
+) -> tuple[list[Array], Array]:
+    """Bit planes of a quantized stack (sign, magnitude), and the values they stand for."""
+    unit = row * col
+    positive = codecs.is_positive(values, tie)
+    if levels.threshold is None:
+        return [positive], jnp.where(positive, unit, -unit)
+    large = jnp.abs(values) > jnp.float32(levels.threshold) * unit
+    size = unit * jnp.where(large, jnp.float32(levels.high), jnp.float32(levels.low))
+    return [positive, large], jnp.where(positive, size, -size)
 
 
 def _fit_level(
-    group: Group,
     values: Array,
-    scale: Array,
-    factors: Sequence[tuple[Array, Array]],
+    row: Array,
+    col: Array,
+    factors: tuple[Array, Array],
+    segment: Segment,
     levels: codecs.Levels,
 ) -> Array:
-    """The level per leaf in units of its scale, `f32[leaves]`: least squares, or the root mean square.
+    """The level per leaf of a stack in units of its scale, `f32[k]`: least squares, or the root mean square.
 
-    Both are squares over squares; divided by the leaf's largest scale first, none under- or overflows.
+    Both are squares over squares; divided by the leaf's largest scale first, none under- or overflows. The
+    scale's own square needs no pass over the shard: it is a product of two sums.
     """
-    peaks = [
-        jnp.max(row, axis=range(1, row.ndim)) * jnp.max(col, axis=range(1, col.ndim)) for row, col in factors
-    ]
-    peak = jnp.concatenate(peaks)
-    inverse = jnp.where(peak > _SMALLEST_SCALE, 1 / jnp.maximum(peak, _SMALLEST_SCALE), peak * jnp.float32(0))
-    inverse = inverse[leaf_of_block(group)][:, None]
-    values = (values.reshape(-1, codecs.BLOCK) * inverse).reshape(-1)
-    scale = (scale.reshape(-1, codecs.BLOCK) * inverse).reshape(-1)
-    squared_scale = nonzero(sum_by_leaf(group, scale * scale))
+    inner = tuple(range(1, values.ndim))
+    row_peak, col_peak = (jnp.max(factor, axis=inner, keepdims=True) for factor in factors)
+    peak = row_peak * col_peak
+    live = peak > _SMALLEST_SCALE
+    inverse = jnp.where(live, 1 / jnp.maximum(peak, _SMALLEST_SCALE), peak * jnp.float32(0))
+    row = row * jnp.where(live, 1 / jnp.where(live, row_peak, jnp.float32(1)), jnp.float32(0))
+    col = col * jnp.where(live, 1 / jnp.where(live, col_peak, jnp.float32(1)), jnp.float32(0))
+    repeats = segment.cols // col[0].size
+    scale_squared = jnp.sum(row * row, axis=inner) * jnp.sum(col * col, axis=inner) * np.float32(repeats)
+    size = jnp.abs(values * inverse)
     if levels.threshold is None:
-        return sum_by_leaf(group, jnp.abs(values) * scale) / squared_scale
-    return jnp.sqrt(sum_by_leaf(group, values * values) / squared_scale)
+        fitted = jnp.sum(size * (row * col), axis=inner) / nonzero(scale_squared)
+    else:
+        fitted = jnp.sqrt(jnp.sum(size * size, axis=inner) / nonzero(scale_squared))
+    return fitted + jnp.sum(peak * jnp.float32(0), axis=inner)  # a NaN stays one
 
 
 def _excess_by_leaf(group: Group, votes: Array, majority: Array, axis: collectives.AxisName) -> Array:
@@ -276,3 +253,55 @@ def _valid_elements(group: Group, axis: collectives.AxisName) -> Array:
         for worker in range(group.segments[0].num_workers)
     ]  # fmt: skip
     return jnp.asarray(table, jnp.float32)[collectives.worker_index(axis)]
+
+
+# -------------------------------------------------------------------------------------------- receiving
+
+
+def receive_votes(
+    group: Group, payload: tuple[Array, ...], like: Sequence[Array], *, gated: bool
+) -> list[Array]:
+    """The means, `f32[*shape]` in the shapes of `like`."""
+    gathered, agreed = payload
+    num_workers, num_levels = gathered.shape[0], _num_levels(group)
+    num_planes = _num_planes(group, num_workers, gated)
+    size = num_planes * _words_of_shards(group)
+    num_votes = num_workers * (2 if gated else 1)
+
+    def decode(words: Array) -> Array:
+        if group.codec.down == "count":
+            return codecs.decode_counts(words, num_votes)
+        return codecs.decode_levels(words, codecs.LEVELS[group.codec.down])
+
+    words = gathered[:, :size].reshape(num_workers, num_planes, -1)
+    means = decode_stacks(group, words, 1, decode)
+    factors = _factors(group, agreed, gated)
+    if num_levels:
+        levels = as_f32(gathered[:, size : size + num_levels]).T
+        parts = jnp.split(levels, np.cumsum(group.stacks)[:-1])
+        factors = [
+            (row * _by_row(part, segment), col)
+            for (row, col), part, segment in zip(factors, parts, group.stack_segments, strict=True)
+        ]
+    means = [values * (row * col) for values, (row, col) in zip(means, factors, strict=True)]
+    return to_leaves(like, means)
+
+
+def _by_row(levels: Array, segment: Segment) -> Array:
+    """A level per leaf and shard, `[k, W]`, spread over the rows that the shards hold."""
+    rows = jnp.repeat(levels, segment.shard_rows, axis=1)[:, : segment.rows]
+    return rows.reshape(*rows.shape, *([1] * (len(segment.matrix_shape) - 1)))
+
+
+def _num_planes(group: Group, num_workers: int, gated: bool) -> int:
+    if group.codec.down == "count":
+        return (num_workers * (2 if gated else 1)).bit_length()
+    return codecs.LEVELS[group.codec.down].num_bits
+
+
+def _num_levels(group: Group) -> int:
+    return 0 if group.codec.down == "count" else len(group.leaves)
+
+
+def _words_of_shards(group: Group) -> int:
+    return sum(segment.shard_words for segment in group.segments)

@@ -285,15 +285,24 @@ def test_one_value_that_is_not_finite_makes_every_scale_nan(scale: str, bad: flo
 
 
 @pytest.mark.parametrize("scale", ["leaf", "row", "channel", "rank1"])
-def test_a_shard_has_the_scales_of_its_elements_and_zero_on_pads(scale: str):
+def test_a_shard_has_the_scales_of_its_rows_and_zero_beyond_the_last(scale: str):
     segment = make_segment((37, 50), 4, scale)
     row, col = factors_of(np.abs(values_of(segment)), segment)
-    whole = jnp.broadcast_to(row * col, (segment.rows, segment.cols))
-    expected = segments.to_shards(whole, segment)
-    assert segment.num_pads and (np.asarray(expected) == 0).sum() == segment.num_pads
+    whole = np.zeros((segment.num_workers, segment.shard_rows, segment.cols), np.float32)
+    whole.reshape(-1, segment.cols)[: segment.rows] = row * col
     for index in range(4):
-        found = segments.shard_scale(row, col, segment, jnp.int32(index))
-        np.testing.assert_array_equal(found, expected[index])
+        part = segments.shard_factors(row, col, segment, jnp.int32(index))
+        np.testing.assert_array_equal(part[0] * part[1] + 0 * whole[index], whole[index])
+
+
+@hypothesis.given(shape=SHAPES, num_workers=st.integers(2, 9), seed=SEEDS)
+def test_a_shard_is_its_rows_and_pads(shape: list[int], num_workers: int, seed: int):
+    segment = make_segment(tuple(shape), num_workers, "leaf")
+    values = np.random.default_rng(seed).normal(size=(3, segment.shard_rows, *segment.matrix_shape[1:]))
+    vector = segments.shard_vector(jnp.asarray(values, jnp.float32), segment)
+    assert vector.shape == (3, segment.shard_size)
+    assert np.count_nonzero(vector) == np.count_nonzero(values)
+    np.testing.assert_array_equal(segments.shard_matrix(vector, segment), values.astype(np.float32))
 
 
 # ------------------------------------------------------------------------------------- sketches
