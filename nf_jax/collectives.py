@@ -7,11 +7,13 @@ and in several; only `mean_exact` leaves the order to the backend.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from nf_jax import codecs
@@ -19,8 +21,39 @@ from nf_jax import codecs
 AxisName = str | tuple[str, ...]
 
 
-def check_axis(axis: AxisName, num_workers: int) -> None:
-    """Raises at trace time unless `axis` is bound here and has `num_workers` members."""
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Workers that average among themselves: those along `names`, or each of `groups` of them by itself.
+
+    Attributes:
+      names: the mesh axis, or several.
+      groups: numbers of the workers along the axis, a row for each group; None: all of them.
+    """
+
+    names: AxisName
+    groups: tuple[tuple[int, ...], ...] | None = None
+
+
+Where = AxisName | Level
+
+
+def levels(axis: AxisName, num_workers: int, num_inner: int) -> tuple[Level, Level | None]:
+    """Splits the data-parallel axis in two: between hosts, and inside each (None where that is one device).
+
+    Two names are the outer and the inner axis of a mesh. One name is grouped: worker `h * num_inner + d` is
+    device `d` of host `h`, which is the order of `jax.devices()`.
+    """
+    if num_inner == 1:
+        return Level(axis), None
+    if not isinstance(axis, str):
+        return Level(axis[0]), Level(axis[1])
+    hosts = range(num_workers // num_inner)
+    inner = tuple(tuple(h * num_inner + d for d in range(num_inner)) for h in hosts)
+    return Level(axis, tuple(zip(*inner, strict=True))), Level(axis, inner)
+
+
+def check_axis(axis: AxisName, num_workers: int, num_inner: int = 1) -> None:
+    """Raises at trace time unless `axis` is bound here and has as many members as planned."""
     try:
         size = lax.axis_size(axis)
     except NameError as error:
@@ -34,23 +67,46 @@ def check_axis(axis: AxisName, num_workers: int) -> None:
             f"aggregate_gradients: num_workers={num_workers}, but axis {axis!r} has {size} members here. "
             f"Pass num_workers={size} (the state must then be made anew, or resharded)."
         )
+    if num_inner == 1:
+        return
+    if isinstance(axis, str):
+        if is_checked(axis):
+            raise ValueError(
+                f"aggregate_gradients: num_workers=({num_workers // num_inner}, {num_inner}) over the single "
+                f"axis {axis!r} groups its members, which JAX does not support under shard_map with "
+                "check_vma=True. Use a mesh with two axes and axis=(outer, inner), or check_vma=False."
+            )
+        return
+    shape = tuple(lax.axis_size(name) for name in axis)
+    if shape != (num_workers // num_inner, num_inner):
+        raise ValueError(
+            f"aggregate_gradients: expected axes {axis!r} of sizes {(num_workers // num_inner, num_inner)}, "
+            f"as in num_workers, got {shape}. The outer axis (between hosts) comes first."
+        )
 
 
-def is_checked(axis: AxisName) -> bool:
+def is_checked(axis: Where) -> bool:
     """Whether JAX tracks here what varies over `axis` (`shard_map` with `check_vma=True`)."""
-    return _names(axis) <= jax.typeof(lax.axis_index(axis)).mat.varying
+    return _names(axis) <= jax.typeof(lax.axis_index(_axis(axis))).mat.varying
 
 
-def varies(value: Array, axis: AxisName) -> bool:
+def varies(value: Array, axis: Where) -> bool:
     """Whether JAX knows `value` to differ between the members of `axis`; False where it tracks nothing."""
     return bool(_names(axis) & jax.typeof(value).mat.varying)
 
 
-def varying(value: Array, axis: AxisName) -> Array:
+def varying(value: Array, axis: Where) -> Array:
     """`value`, typed as differing between workers where JAX tracks it (branches must agree in type)."""
     if not is_checked(axis):
         return value
     missing = tuple(name for name in _names(axis) if name not in jax.typeof(value).mat.varying)
+    return lax.pcast(value, missing, to="varying") if missing else value
+
+
+def vary_like(value: Array, other: Array, among: Where | None = None) -> Array:
+    """`value`, typed as differing wherever `other` does, less `among`: what loops and branches carry."""
+    extra = jax.typeof(other).mat.varying - (frozenset() if among is None else _names(among))
+    missing = tuple(sorted(extra - jax.typeof(value).mat.varying))
     return lax.pcast(value, missing, to="varying") if missing else value
 
 
@@ -90,14 +146,37 @@ def check_uniform(value: Array, axis: AxisName, what: str) -> None:
         )
 
 
-def worker_index(axis: AxisName) -> Array:
-    """This worker's number, `int32[]` in `0 .. W - 1`."""
-    return lax.axis_index(axis)
+def num_members(axis: Where) -> int:
+    """How many workers average among themselves."""
+    groups = axis.groups if isinstance(axis, Level) else None
+    return len(groups[0]) if groups else lax.axis_size(_axis(axis))
 
 
-def mean_exact(leaves: Sequence[Array], axis: AxisName) -> list[Array]:
+def worker_index(axis: Where) -> Array:
+    """This worker's number among those it averages with, `int32[]` in `0 .. num_members - 1`."""
+    index, groups = lax.axis_index(_axis(axis)), _groups(axis)["axis_index_groups"]
+    if groups is None:
+        return index
+    place = np.zeros((len(groups) * len(groups[0]),), np.int32)
+    for group in groups:
+        place[list(group)] = range(len(group))
+    return jnp.asarray(place)[index]
+
+
+def mean_exact(leaves: Sequence[Array], axis: Where) -> list[Array]:
     """The plain mean over workers in the leaves' own dtypes: one variadic all-reduce, no copy."""
-    return list(lax.pmean(tuple(leaves), axis)) if leaves else []
+    return list(lax.pmean(tuple(leaves), _axis(axis), **_groups(axis))) if leaves else []
+
+
+def mean_of_rows(stack: Array, axis: Where) -> Array:
+    """Reduce-scatter: `f32[k, D * r, ...]` -> `f32[k, r, ...]`, the mean of the rows of this worker."""
+    total = lax.psum_scatter(stack, _axis(axis), scatter_dimension=1, tiled=True, **_groups(axis))
+    return total * jnp.float32(1 / num_members(axis))
+
+
+def gather_rows(stack: Array, axis: Where) -> Array:
+    """All-gather: `[k, r, ...]` -> `[k, D, r, ...]`, the shares of all workers in their order."""
+    return jnp.moveaxis(gather(stack, axis), 0, 1)
 
 
 def mean_leaves(leaves: Sequence[Array], axis: AxisName) -> list[Array]:
@@ -128,19 +207,19 @@ def _round_mean(total: Array, num: int) -> Array:
     return quotient + up.astype(total.dtype)
 
 
-def exchange(shards: Array, axis: AxisName) -> Array:
+def exchange(shards: Array, axis: Where) -> Array:
     """All-to-all: `[W, ...]`, row i for worker i -> `[W, ...]`, row i from worker i."""
-    return lax.all_to_all(shards, axis, split_axis=0, concat_axis=0, tiled=True)
+    return lax.all_to_all(shards, _axis(axis), split_axis=0, concat_axis=0, tiled=True, **_groups(axis))
 
 
-def gather(value: Array, axis: AxisName) -> Array:
+def gather(value: Array, axis: Where) -> Array:
     """All-gather: `[...]` -> `[W, ...]` in worker order, the same on all workers."""
     if is_checked(axis):
-        return lax.all_gather(varying(value, axis), axis, to="invarying")
-    return lax.all_gather(value, axis)
+        return lax.all_gather(varying(value, axis), _axis(axis), to="invarying", **_groups(axis))
+    return lax.all_gather(value, _axis(axis), **_groups(axis))
 
 
-def agree(values: Array, axis: AxisName) -> Array:
+def agree(values: Array, axis: Where) -> Array:
     """The mean over workers of a small vector that travels as bf16, the same bits on every worker.
 
     Two phases (a shard of the vector is averaged by one worker, in f32 and in worker order, and handed to
@@ -152,7 +231,7 @@ def agree(values: Array, axis: AxisName) -> Array:
     Returns:
       `f32[n]`, rounded to bf16 on the way.
     """
-    num_workers = lax.axis_size(axis)
+    num_workers = num_members(axis)
     if num_workers == 2:
         return codecs.from_bf16_words(gather(codecs.to_bf16_words(values), axis)).mean(0)
     size = -(-values.shape[0] // num_workers)
@@ -161,8 +240,18 @@ def agree(values: Array, axis: AxisName) -> Array:
     return codecs.from_bf16_words(gather(codecs.to_bf16_words(mean), axis)).reshape(-1)[: values.shape[0]]
 
 
-def _names(axis: AxisName) -> frozenset[str]:
-    return frozenset((axis,) if isinstance(axis, str) else axis)
+def _axis(axis: Where) -> AxisName:
+    return axis.names if isinstance(axis, Level) else axis
+
+
+def _groups(axis: Where) -> dict[str, Any]:
+    groups = axis.groups if isinstance(axis, Level) else None
+    return {"axis_index_groups": groups and [list(group) for group in groups]}
+
+
+def _names(axis: Where) -> frozenset[str]:
+    names = _axis(axis)
+    return frozenset((names,) if isinstance(names, str) else names)
 
 
 def _varying(value: Array) -> frozenset[str]:

@@ -102,19 +102,22 @@ class Sent(NamedTuple):
 
 
 def stack_leaves(group: Group, leaves: Sequence[Array]) -> list[Array]:
-    """The group's leaves as one array a stack, `[k, *matrix_shape]`.
+    """The group's leaves as one array a stack, `[k, *matrix_shape]`."""
+    return join_stacks(
+        group,
+        [leaf.reshape(segment.matrix_shape) for leaf, segment in zip(leaves, group.segments, strict=True)],
+    )
+
+
+def join_stacks(group: Group, leaves: Sequence[Array]) -> list[Array]:
+    """Leaves that are alike as one array, `[k, *shape]`.
 
     Written out, so that a stack is copied once and its making is not fused into every reader: a fusion of
     dozens of operands takes XLA long to compile.
     """
-    matrices = [
-        leaf.reshape(1, *segment.matrix_shape) for leaf, segment in zip(leaves, group.segments, strict=True)
-    ]
-    stops = np.cumsum(group.stacks).tolist()
+    rows, stops = [leaf[None] for leaf in leaves], np.cumsum(group.stacks).tolist()
     return [
-        lax.optimization_barrier(jnp.concatenate(matrices[stop - count : stop]))
-        if count > 1
-        else matrices[stop - 1]
+        lax.optimization_barrier(jnp.concatenate(rows[stop - count : stop])) if count > 1 else rows[stop - 1]
         for count, stop in zip(group.stacks, stops, strict=True)
     ]
 

@@ -35,7 +35,8 @@ class Plan:
     """What is routed how, from shapes alone.
 
     Attributes:
-      num_workers: `W`.
+      num_workers: `W`, of all hosts.
+      num_inner: devices of a host that average among themselves first; 1: a single level.
       paths, shapes, dtypes, leaf_regions: one entry per leaf of the flattened tree.
       lanes: one entry per lane (bucket x region), the form that controller, telemetry and replay share.
       lane_leaves: indices of every lane's leaves, packable or not.
@@ -45,9 +46,12 @@ class Plan:
       idle: indices of the leaves that do not travel: size 0, or without a gradient (`float0`).
       overhead_bytes: what a worker sends for the signals at every step, whatever the routes.
       fp32_bytes: what a worker would send with a plain mean of everything.
+
+    Bytes are those that a worker sends to other hosts, where `num_inner` is not 1.
     """
 
     num_workers: int
+    num_inner: int
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -62,20 +66,36 @@ class Plan:
     fp32_bytes: int
 
     @property
+    def num_hosts(self) -> int:
+        """Members of the outer level, between which lanes are routed: `W` where there is one level."""
+        return self.num_workers // self.num_inner
+
+    @property
     def num_lanes(self) -> int:
         return len(self.lane_leaves)
 
     @property
     def protected_share(self) -> float:
         """Part of the travelling elements that may only travel in full precision."""
-        packable = sum(segment.size for group in self.groups for segment in group.segments)
+        packable = sum(s.size * s.num_inner for group in self.groups for s in group.segments)
         total = sum(self.lanes.num_elements)
         return 1 - packable / total if total else 0.0
+
+    def residual_shape(self, leaf: int, segment: Segment) -> tuple[int, ...]:
+        """The shape of a leaf's residual: the leaf's, or its piece's where there are two levels."""
+        return self.shapes[leaf] if self.num_inner == 1 else segment.matrix_shape
 
     @property
     def fingerprint(self) -> str:
         """What a state depends on, hashed: workers, lanes, groups with their codecs and routes."""
-        parts = (self.num_workers, self.lanes.names, self.lanes.groups, self.lanes.fixed, self.groups)
+        parts = (
+            self.num_workers,
+            self.num_inner,
+            self.lanes.names,
+            self.lanes.groups,
+            self.lanes.fixed,
+            self.groups,
+        )
         paths = [[self.paths[leaf] for leaf in group.leaves] for group in self.groups]
         return f"{zlib.crc32(repr((parts, paths)).encode()):08x}"
 
@@ -87,13 +107,13 @@ class Plan:
         return sum(row[int(r)] for row, r in zip(table, routes, strict=True)) + self.overhead_bytes
 
 
-def plan(profile: Profile, params: Any, num_workers: int) -> Plan:
+def plan(profile: Profile, params: Any, num_workers: int | tuple[int, int]) -> Plan:
     """Plans the routing of a gradient tree shaped like `params`.
 
     Args:
       profile: the operating profile.
       params: a pytree of arrays, or of anything with a shape and a dtype (`jax.eval_shape`).
-      num_workers: size of the data-parallel axis.
+      num_workers: size of the data-parallel axis; `(hosts, devices)` for two levels.
 
     Returns:
       The plan.
@@ -107,8 +127,7 @@ def plan(profile: Profile, params: Any, num_workers: int) -> Plan:
       >>> nf_jax.plan(nf_jax.Profile.static(nf_jax.Route.SIGN), params, num_workers=8).protected_share
       0.0
     """
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"num_workers: expected a positive int, got {num_workers!r}")
+    num_hosts, num_inner = to_levels(num_workers)
     named, _ = regions.leaves_with_paths(params)
     paths = tuple(path for path, _ in named)
     shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)
@@ -124,9 +143,9 @@ def plan(profile: Profile, params: Any, num_workers: int) -> Plan:
         i: segment
         for i in range(len(paths))
         if i not in idle
-        and (segment := _segment(profile, leaf_regions[i], shapes[i], dtypes[i], num_workers)) is not None
+        and (segment := _segment(profile, leaf_regions[i], shapes[i], dtypes[i], num_hosts, num_inner))
     }
-    fixed = tuple(_fixed_reason(profile, s, segments, num_workers) for s in slices)
+    fixed = tuple(_fixed_reason(profile, s, segments, num_hosts) for s in slices)
     keys = [None if reason is not None else s.region for s, reason in zip(slices, fixed, strict=True)]
     group_ids = buckets.merge_groups(keys, MAX_GROUPS)
     groups = tuple(
@@ -141,10 +160,11 @@ def plan(profile: Profile, params: Any, num_workers: int) -> Plan:
         groups=group_ids,
         fixed=fixed,
         num_elements=tuple(sum(math.prod(shapes[i]) for i in s.leaf_indices) for s in slices),
-        wire_bytes=_wire_bytes(slices, groups, packed, shapes, dtypes, num_workers),
+        wire_bytes=_wire_bytes(slices, groups, packed, shapes, dtypes, num_hosts, num_inner),
     )
     return Plan(
-        num_workers=num_workers,
+        num_workers=num_hosts * num_inner,
+        num_inner=num_inner,
         paths=paths,
         shapes=shapes,
         dtypes=dtypes,
@@ -155,9 +175,20 @@ def plan(profile: Profile, params: Any, num_workers: int) -> Plan:
         groups=groups,
         exact=exact,
         idle=idle,
-        overhead_bytes=capacity.gather_bytes(4 * num_signals(len(profile.regions)), num_workers),
-        fp32_bytes=sum(row[Route.FP32] for row in lanes.wire_bytes),
+        overhead_bytes=4 * num_signals(len(profile.regions)) * (num_hosts - 1) * num_inner,
+        fp32_bytes=_plain_bytes(lanes, slices, shapes, dtypes, num_hosts * num_inner, num_inner),
     )
+
+
+def to_levels(num_workers: Any) -> tuple[int, int]:
+    """`(hosts, devices of a host)`: `W` alone is `W` hosts of one device."""
+    pair = tuple(num_workers) if isinstance(num_workers, (tuple, list)) else (num_workers, 1)
+    if len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair):
+        raise ValueError(
+            "num_workers: expected a positive int, or a pair (hosts, devices of each host), "
+            f"got {num_workers!r}"
+        )
+    return pair
 
 
 def num_signals(num_regions: int) -> int:
@@ -199,25 +230,27 @@ def _cut(
 
 
 def _segment(
-    profile: Profile, region: int, shape: tuple[int, ...], dtype: str, num_workers: int
+    profile: Profile, region: int, shape: tuple[int, ...], dtype: str, num_hosts: int, num_inner: int
 ) -> Segment | None:
     """How a leaf is cut into shards, or None where it may only travel exactly."""
     is_lossy = any(route != Route.FP32 for route in profile.routes_of(region))
-    if num_workers == 1 or not is_lossy or dtype not in _PACKABLE or not shape:
+    if num_hosts == 1 or not is_lossy or dtype not in _PACKABLE or not shape:
         return None
-    segment = segment_rules.make_segment(shape, num_workers, profile.regions[region].codec.scale)
-    return segment if segment.num_pads <= MAX_PAD_RATIO * segment.size else None
+    scale = profile.regions[region].codec.scale
+    segment = segment_rules.make_segment(shape, num_hosts, scale, num_inner)
+    return segment if segment and segment.num_pads <= MAX_PAD_RATIO * segment.size else None
 
 
 def _fixed_reason(
-    profile: Profile, lane: buckets.LaneSlice, segments: dict[int, Segment], num_workers: int
+    profile: Profile, lane: buckets.LaneSlice, segments: dict[int, Segment], num_hosts: int
 ) -> Reason | None:
     """Why the lane can only be FP32, or None."""
-    if num_workers == 1:
+    if num_hosts == 1:
         return Reason.SINGLE_WORKER
     if all(route == Route.FP32 for route in profile.routes_of(lane.region)):
         return Reason.PROTECTED
-    packable = sum(segments[i].size for i in lane.leaf_indices if i in segments)
+    found = [segments[i] for i in lane.leaf_indices if i in segments]
+    packable = sum(segment.size * segment.num_inner for segment in found)
     if not packable:
         return Reason.UNSUITABLE
     return Reason.SMALL if 4 * packable < profile.capacity.min_lane_bytes else None
@@ -258,14 +291,20 @@ def _wire_bytes(
     packed: set[int],
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[str],
-    num_workers: int,
+    num_hosts: int,
+    num_inner: int,
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Bytes per lane and route. A group's lanes share its collectives; their parts add up to the whole."""
+    """Bytes per lane and route. A group's lanes share its collectives; their parts add up to the whole.
+
+    What is always exact goes by a plain mean over all workers: a ring that is laid host by host crosses
+    between hosts as often as one over hosts, once for all the devices of a host.
+    """
     rows = []
     for lane in slices:
         exact = [i for i in lane.leaf_indices if i not in packed]
         num_bytes = sum(math.prod(shapes[i]) * _wire_itemsize(dtypes[i]) for i in exact)
-        rows.append([capacity.allreduce_bytes(num_bytes, num_workers)] * len(Route))
+        sent = -(-capacity.allreduce_bytes(num_bytes, num_hosts * num_inner) // num_inner)
+        rows.append([sent] * len(Route))
     for group in groups:
         for route in Route:
             before = 0
@@ -276,11 +315,27 @@ def _wire_bytes(
                     [segment for segment, owner in owned if owner <= position],
                     position + 1,
                     group.codec,
-                    num_workers,
+                    num_hosts,
                 )
                 rows[lane][route] += upto - before
                 before = upto
     return tuple((row[0], row[1], row[2], row[3]) for row in rows)
+
+
+def _plain_bytes(
+    lanes: Lanes,
+    slices: Sequence[buckets.LaneSlice],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    num_workers: int,
+    num_inner: int,
+) -> int:
+    """What a plain mean over all workers would send; with one level, the FP32 route of every lane."""
+    if num_inner == 1:
+        return sum(row[Route.FP32] for row in lanes.wire_bytes)
+    leaves = [leaf for lane in slices for leaf in lane.leaf_indices]
+    num_bytes = sum(math.prod(shapes[leaf]) * _wire_itemsize(dtypes[leaf]) for leaf in leaves)
+    return -(-capacity.allreduce_bytes(num_bytes, num_workers) // num_inner)
 
 
 def _wire_itemsize(dtype: str) -> int:

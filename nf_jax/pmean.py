@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from nf_jax import collectives, regions
-from nf_jax.groups import Given, Group, nothing_voted, stack_leaves, unstack, wide_gradients
+from nf_jax.groups import Given, Group, join_stacks, nothing_voted, stack_leaves, unstack, wide_gradients
 from nf_jax.plan import Plan
 from nf_jax.profile import Route, to_route
 from nf_jax.routes import ROUTES, average_fp32, settle_fp32
@@ -79,7 +79,12 @@ def pmean(
     """
     named, treedef = regions.leaves_with_paths(tree)
     check_tree(plan, named)
-    collectives.check_axis(axis, plan.num_workers)
+    collectives.check_axis(axis, plan.num_workers, plan.num_inner)
+    if plan.num_inner > 1:
+        raise ValueError(
+            f"pmean: expected a plan of one level, got one for {plan.num_hosts} hosts of {plan.num_inner} "
+            "devices: what a worker sent is then no longer its own. Use aggregate_gradients."
+        )
     leaves = [leaf for _, leaf in named]
     moving = [i for i in range(len(leaves)) if i not in plan.idle]
     collectives.check_local([leaves[i] for i in moving], [plan.paths[i] for i in moving], axis)
@@ -133,6 +138,7 @@ def average(
         plan.exact, collectives.mean_leaves([leaves[i] for i in plan.exact], axis), strict=True
     ):
         means[index] = mean
+    outer, inner = collectives.levels(axis, plan.num_workers, plan.num_inner)
     memory = Memory(dict(memory.residual), dict(memory.server_residual))
     agreement = jnp.full((plan.num_lanes,), -1, jnp.float32)
     residual_ratio = jnp.zeros((plan.num_lanes,), jnp.float32)
@@ -141,15 +147,16 @@ def average(
         route = pinned[group.lanes[0]] if pinned is not None else jnp.asarray(routes)[group.lanes[0]]
         paths = [plan.paths[i] for i in group.leaves]
         given = Given(
-            [leaves[i] for i in group.leaves],
+            _pieces(group, [leaves[i] for i in group.leaves], inner),
             _stack_residuals(group, [memory.residual.get(path) for path in paths]),
             _stack_servers(group, [memory.server_residual.get(path) for path in paths]),
             jnp.asarray(seed, jnp.uint32),
             jnp.asarray(ok),
         )
-        outcome = _average_group(group, route, pending[number], given, axis, keep_sent)
-        shapes = [plan.shapes[i] for i in group.leaves]
-        for index, mean in zip(group.leaves, outcome.means, strict=True):
+        outcome = _average_group(group, route, pending[number], given, outer, keep_sent)
+        shapes = [piece.shape for piece in given.gradients]
+        wholes = _wholes(group, outcome.means, [plan.shapes[i] for i in group.leaves], inner)
+        for index, mean in zip(group.leaves, wholes, strict=True):
             means[index] = mean.astype(leaves[index].dtype)
         if keep_sent:
             for index, part in zip(group.leaves, unstack(outcome.sent, shapes), strict=True):
@@ -162,6 +169,8 @@ def average(
         agreement = agreement.at[lanes].set(outcome.agreement)
         residual_ratio = residual_ratio.at[lanes].set(outcome.residual_ratio)
         still_pending.append(jnp.where(ok, jnp.asarray(route) != Route.FP32, pending[number]))
+    if inner is not None and plan.groups:
+        agreement, residual_ratio = collectives.gather(jnp.stack([agreement, residual_ratio]), inner).mean(0)
     return Result(
         means,
         sent if keep_sent else [],
@@ -170,6 +179,36 @@ def average(
         agreement,
         residual_ratio,
     )
+
+
+def _pieces(group: Group, leaves: Sequence[Array], inner: collectives.Level | None) -> Sequence[Array]:
+    """The mean, over the devices of this host, of the piece of each leaf that this device answers for."""
+    if inner is None:
+        return leaves
+    whole = [
+        leaf.astype(jnp.float32).reshape(-1, *segment.matrix_shape[1:])
+        for leaf, segment in zip(leaves, group.segments, strict=True)
+    ]
+    stacks = [collectives.mean_of_rows(stack, inner) for stack in join_stacks(group, whole)]
+    return [part[0] for stack in stacks for part in jnp.split(stack, stack.shape[0])]
+
+
+def _wholes(
+    group: Group,
+    pieces: Sequence[Array],
+    shapes: Sequence[tuple[int, ...]],
+    inner: collectives.Level | None,
+) -> Sequence[Array]:
+    """The pieces of all devices of the host, put together; one that is not finite spoils its leaf."""
+    if inner is None:
+        return pieces
+    stacks = []
+    for stack in join_stacks(group, pieces):
+        gathered = collectives.gather_rows(stack, inner)
+        firsts = gathered.reshape(*gathered.shape[:2], -1)[:, :, :1]
+        poison = jnp.sum(firsts * jnp.float32(0), axis=1)
+        stacks.append(gathered.reshape(stack.shape[0], -1) + poison)
+    return unstack(stacks, shapes)
 
 
 class _Outcome(NamedTuple):
@@ -198,7 +237,7 @@ def _average_group(
     route: int | Array,
     pending: Array,
     given: Given,
-    axis: collectives.AxisName,
+    axis: collectives.Where,
     keep_sent: bool,
 ) -> _Outcome:
     """Sends, receives, and sets to zero what an exact step has settled.
@@ -219,23 +258,24 @@ def _average_group(
     means, sent, settled = _receive(group, route, pending, given, carry, axis, keep_sent)
     memory = [*carry.residuals, *carry.server]
     if settled is not None and memory:
-        memory = _clear(settled, memory, axis)
+        memory = _clear(settled, memory)
     num = len(carry.residuals)
     return _Outcome(means, sent, memory[:num], memory[num:], carry.agreement, carry.residual_ratio)
 
 
-def _empty_carry(group: Group, given: Given, axis: collectives.AxisName, keep_sent: bool) -> _Carry:
+def _empty_carry(group: Group, given: Given, axis: collectives.Where, keep_sent: bool) -> _Carry:
     lossy = [route for route in group.routes if route != Route.FP32]
     zeros = lambda shapes: tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)  # noqa: E731
-    payloads = {r: zeros(ROUTES[r].payload_shapes(group, lax.axis_size(axis))) for r in lossy}
-    sent = stack_leaves(group, wide_gradients(given)) if keep_sent else []
+    payloads = {r: zeros(ROUTES[r].payload_shapes(group, collectives.num_members(axis))) for r in lossy}
+    # What arrives is the same on all workers of this level, but not where another level cuts pieces.
+    arrived = payloads, *nothing_voted(group)
+    arrived = jax.tree.map(lambda x: collectives.vary_like(x, given.gradients[0], axis), arrived)
     return _Carry(
         jnp.asarray(True),
         list(given.residuals or []),
         list(given.server or []),
-        payloads,
-        *nothing_voted(group),
-        sent,
+        *arrived,
+        stack_leaves(group, wide_gradients(given)) if keep_sent else [],
     )
 
 
@@ -251,7 +291,7 @@ def _send_by(
     lossy: Sequence[Route],
     group: Group,
     given: Given,
-    axis: collectives.AxisName,
+    axis: collectives.Where,
     carry: _Carry,
 ) -> _Carry:
     """Sends by one of several lossy routes."""
@@ -263,7 +303,7 @@ def _send_by(
     return lax.switch(jnp.asarray(position)[route], branches, carry)
 
 
-def _send(route: Route, group: Group, given: Given, axis: collectives.AxisName, carry: _Carry) -> _Carry:
+def _send(route: Route, group: Group, given: Given, axis: collectives.Where, carry: _Carry) -> _Carry:
     wide = [stack.astype(jnp.float32) for stack in carry.residuals] or None
     sent = ROUTES[route].send(group, given._replace(residuals=wide, server=carry.server or None), axis)
     return carry._replace(
@@ -285,7 +325,7 @@ def _receive(
     pending: Array,
     given: Given,
     carry: _Carry,
-    axis: collectives.AxisName,
+    axis: collectives.Where,
     keep_sent: bool,
 ) -> tuple[Sequence[Array], Sequence[Array], Array | None]:
     """The means, what this worker sent, and whether residuals were settled (None: cannot be)."""
@@ -321,11 +361,11 @@ def _receive(
     return lax.switch(index, branches)
 
 
-def _clear(settled: Array, memory: list[Array], axis: collectives.AxisName) -> list[Array]:
+def _clear(settled: Array, memory: list[Array]) -> list[Array]:
     """Zeros where settled; in place, like sending."""
 
     def body(held: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-        return jnp.asarray(False), [collectives.varying(jnp.zeros_like(part), axis) for part in held[1]]
+        return jnp.asarray(False), [collectives.vary_like(jnp.zeros_like(part), part) for part in held[1]]
 
     return lax.while_loop(lambda held: held[0], body, (settled, memory))[1]
 
@@ -340,9 +380,7 @@ def _stack_servers(group: Group, servers: Sequence[Array | None]) -> list[Array]
     """A `[k, shard_size]` per stack."""
     if not group.keeps_server_residual or any(server is None for server in servers):
         return None
-    rows = [server[None] for server in servers if server is not None]
-    stops = np.cumsum(group.stacks).tolist()
-    return [jnp.concatenate(rows[stop - n : stop]) for n, stop in zip(group.stacks, stops, strict=True)]
+    return join_stacks(group, [server for server in servers if server is not None])
 
 
 def _unstack_servers(stacks: Sequence[Array]) -> list[Array]:

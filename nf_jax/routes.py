@@ -42,12 +42,12 @@ from nf_jax.votes import payload_shapes, receive_votes, send_votes
 # ------------------------------------------------------------------------------------------------- FP32
 
 
-def average_fp32(gradients: Sequence[Array], axis: collectives.AxisName) -> list[Array]:
+def average_fp32(gradients: Sequence[Array], axis: collectives.Where) -> list[Array]:
     """The plain mean; residuals are left as they are (`settle_fp32` pays them out)."""
     return collectives.mean_exact([gradient.astype(jnp.float32) for gradient in gradients], axis)
 
 
-def settle_fp32(group: Group, given: Given, axis: collectives.AxisName) -> tuple[list[Array], list[Array]]:
+def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[list[Array], list[Array]]:
     """The plain mean on the first exact step after a lossy one: drains the residuals into it, or drops them.
 
     Draining costs no extra bytes: a worker adds its residual to its gradient, and, where it reduced a
@@ -65,7 +65,7 @@ def settle_fp32(group: Group, given: Given, axis: collectives.AxisName) -> tuple
     return to_leaves(given.gradients, collectives.mean_exact(local, axis)), local
 
 
-def _owed(group: Group, server: Sequence[Array], axis: collectives.AxisName) -> list[Array]:
+def _owed(group: Group, server: Sequence[Array], axis: collectives.Where) -> list[Array]:
     """`W` times the server residual, at the elements this worker reduces, zero elsewhere: stacks."""
     index, owed = collectives.worker_index(axis), []
     for segment, part in zip(group.stack_segments, server, strict=True):
@@ -84,7 +84,7 @@ def _owed(group: Group, server: Sequence[Array], axis: collectives.AxisName) -> 
 # ------------------------------------------------------------------------------------------------- BF16
 
 
-def send_bf16(group: Group, given: Given, axis: collectives.AxisName) -> Sent:
+def send_bf16(group: Group, given: Given, axis: collectives.Where) -> Sent:
     """Two bytes an element both ways, summed in f32; both roundings have their residual."""
     corrected = add_residuals(group, given)
     words = [codecs.to_bf16_words(stack) for stack in corrected]
@@ -145,7 +145,7 @@ class Lossy(NamedTuple):
       payload_shapes: `(group, num_workers)` -> shapes and dtypes of `Sent.payload`.
     """
 
-    send: Callable[[Group, Given, collectives.AxisName], Sent]
+    send: Callable[[Group, Given, collectives.Where], Sent]
     receive: Callable[[Group, tuple[Array, ...], Sequence[Array]], list[Array]]
     payload_shapes: Callable[[Group, int], tuple[jax.ShapeDtypeStruct, ...]]
 

@@ -25,13 +25,15 @@ class Segment:
     """How one leaf is cut into `W` shards, one for each worker that reduces.
 
     The leaf is seen as a matrix `[rows, cols]` (a convolution kernel as [everything, out]); a shard is
-    `shard_rows` whole rows, padded to `shard_size` elements, a multiple of `BLOCK`.
+    `shard_rows` whole rows, padded to `shard_size` elements, a multiple of `BLOCK`. On hosts of several
+    devices this is a *piece* of the leaf, one of `num_inner` that each have `rows` of its rows.
     """
 
     num_workers: int
     rows: int
     cols: int
     scale: str
+    num_inner: int = 1
 
     @property
     def size(self) -> int:
@@ -64,19 +66,20 @@ class Segment:
         return by_scale[self.scale]
 
 
-def make_segment(shape: tuple[int, ...], num_workers: int, scale: str) -> Segment:
-    """The segment of a leaf; `scale` "auto" is rank1 where its numbers cost under 0.5 % of FP32's bytes.
+def make_segment(shape: tuple[int, ...], num_workers: int, scale: str, num_inner: int = 1) -> Segment | None:
+    """The segment of a leaf, or None where it cannot be cut into `num_inner` equal pieces.
 
-    A vector has no rows and columns to tell apart: whatever is asked, its scale is the leaf's.
+    `scale` "auto" is rank1 where its numbers cost under 0.5 % of FP32's bytes. A vector has no rows and
+    columns to tell apart: whatever is asked, its scale is the leaf's.
     """
     size, cols = math.prod(shape), shape[-1] if len(shape) > 1 else 1
     rows = size // max(cols, 1)
+    if len(shape) < 2 or cols == 1 or rows % num_inner or rows // num_inner < num_workers:
+        return None if size % num_inner else Segment(num_workers, size // num_inner, 1, "leaf", num_inner)
+    rows = rows // num_inner
     if scale == "auto":
-        cheap = size > 0 and (rows + cols) / (2 * size) < 0.005 and rows >= num_workers
-        scale = "rank1" if cheap and len(shape) > 1 else "leaf"
-    if len(shape) < 2 or cols == 1 or rows < num_workers:
-        return Segment(num_workers, size, 1, "leaf")
-    return Segment(num_workers, rows, cols, scale)
+        scale = "rank1" if (rows + cols) / (2 * rows * cols) < 0.005 else "leaf"
+    return Segment(num_workers, rows, cols, scale, num_inner)
 
 
 def to_shards(matrix: Array, segment: Segment) -> Array:

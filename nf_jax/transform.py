@@ -28,7 +28,7 @@ def aggregate_gradients(
     profile: Profile,
     *,
     axis: collectives.AxisName,
-    num_workers: int,
+    num_workers: int | tuple[int, int],
     routes: Sequence[int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages local gradients over workers, per lane as sign counts or in full precision.
@@ -45,7 +45,10 @@ def aggregate_gradients(
     Args:
       profile: what may travel how, and when.
       axis: name of the data-parallel axis of the surrounding `pmap` or `shard_map`, or a tuple of names.
-      num_workers: its size; the state depends on it, and `init` may run outside the mapped function.
+      num_workers: its size; the state depends on it, and `init` may run outside the mapped function. A pair
+        `(hosts, devices)` makes two levels: devices of a host average exactly among themselves, and only
+        their means take the routes, between hosts (residuals are 1/devices of the size). `axis` is then
+        `(outer, inner)`, or one name whose members are grouped host by host.
       routes: pins the routes: one per lane, compiled in without a switch. The controller still says in
         `step_info(state).next_routes` what it would choose, so that a host loop can change programs.
 
@@ -72,6 +75,10 @@ def aggregate_gradients(
         raise ValueError(f"profile: expected an nf_jax.Profile, got {type(profile).__name__}")
     pinned = None if routes is None else tuple(to_route(route) for route in routes)
     axis = axis if isinstance(axis, str) else tuple(axis)
+    if isinstance(num_workers, (tuple, list)) and not isinstance(axis, str) and len(axis) != 2:
+        raise ValueError(
+            f"axis: expected (outer, inner) or one name for num_workers={num_workers!r}, got {axis!r}"
+        )
 
     def init_fn(params: Any) -> Any:
         _check_unmasked(params)
@@ -145,7 +152,7 @@ def _init_memory(plan: Plan) -> Memory:
         dtype = jnp.dtype(group.codec.residual_dtype)
         for leaf, segment in zip(group.leaves, group.segments, strict=True):
             if group.keeps_residual:
-                residual[plan.paths[leaf]] = jnp.zeros((1, *plan.shapes[leaf]), dtype)
+                residual[plan.paths[leaf]] = jnp.zeros((1, *plan.residual_shape(leaf, segment)), dtype)
             if group.keeps_server_residual:
                 server[plan.paths[leaf]] = jnp.zeros((1, segment.shard_size), jnp.float32)
     return Memory(residual, server)
@@ -277,7 +284,7 @@ def _check_unmasked(tree: Any) -> None:
 def _check_call(plan: Plan, leaves: Sequence[Any], state: AggregateState, axis: collectives.AxisName) -> None:
     if not isinstance(state, AggregateState):
         raise ValueError(f"state: expected the AggregateState of this transform, got {type(state).__name__}")
-    collectives.check_axis(axis, plan.num_workers)
+    collectives.check_axis(axis, plan.num_workers, plan.num_inner)
     moving = [i for i in range(len(leaves)) if i not in plan.idle]
     collectives.check_local([leaves[i] for i in moving], [plan.paths[i] for i in moving], axis)
     _check_state(plan, state)

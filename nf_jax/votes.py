@@ -47,7 +47,7 @@ Factors = list[tuple[Array, Array]]
 # ---------------------------------------------------------------------------------------------- sending
 
 
-def send_votes(group: Group, given: Given, axis: collectives.AxisName, *, gated: bool) -> Sent:
+def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bool) -> Sent:
     """One bit an element up: the sign of gradient + residual at an agreed scale; two where gated.
 
     Gated, an element below `gate` times the scale counts as zero.
@@ -92,9 +92,9 @@ def payload_shapes(group: Group, num_workers: int, *, gated: bool) -> tuple[jax.
 
 
 def _agree_on_scales(
-    group: Group, given: Given, corrected: Sequence[Array], axis: collectives.AxisName
+    group: Group, given: Given, corrected: Sequence[Array], axis: collectives.Where
 ) -> tuple[Array, Array]:
-    """All scales in one vector, and the squared norm of each lane's mean gradient, estimated: `f32[lanes]`."""
+    """All scales in one vector, and an estimate of each lane's squared mean gradient norm, `f32[lanes]`."""
     scales = [
         jax.vmap(lambda matrix, scale=segment.scale: segments.local_scale(jnp.abs(matrix), scale))(stack)
         for stack, segment in zip(corrected, group.stack_segments, strict=True)
@@ -141,7 +141,7 @@ def _vote(
 
 
 def _reduce_votes(
-    group: Group, given: Given, votes: Array, factors: Factors, axis: collectives.AxisName
+    group: Group, given: Given, votes: Array, factors: Factors, axis: collectives.Where
 ) -> tuple[Array, Array, Sequence[Array] | None, Array]:
     """What a reducer sends of its shard: words `[planes, m]`, levels, its new residual; and `f32[lanes]`,
     |mean vote| summed over the shard's elements."""
@@ -160,7 +160,7 @@ def _reduce_votes(
 
 
 def _requantize(
-    group: Group, given: Given, planes: Array, num_votes: int, factors: Factors, axis: collectives.AxisName
+    group: Group, given: Given, planes: Array, num_votes: int, factors: Factors, axis: collectives.Where
 ) -> tuple[Array, Array, list[Array] | None]:
     """The shard's mean + server residual at one or two bits: words `[bits, m]`, levels, new residuals."""
     index, tie = collectives.worker_index(axis), (given.seed & jnp.uint32(2)) != 0
@@ -231,7 +231,7 @@ def _fit_level(
     return fitted + jnp.sum(peak * jnp.float32(0), axis=inner)  # a NaN stays one
 
 
-def _excess_by_leaf(group: Group, votes: Array, majority: Array, axis: collectives.AxisName) -> Array:
+def _excess_by_leaf(group: Group, votes: Array, majority: Array, axis: collectives.Where) -> Array:
     """|mean vote| summed over this shard's elements of each leaf, pads left out: `f32[leaves]`."""
     num_votes = votes.shape[0]
     agree = codecs.count_agreeing(votes, majority) - jnp.float32(codecs.BLOCK * num_votes / 2)
@@ -242,7 +242,7 @@ def _excess_by_leaf(group: Group, votes: Array, majority: Array, axis: collectiv
     return excess - (sizes - _valid_elements(group, axis))  # all workers agree on a pad
 
 
-def _valid_elements(group: Group, axis: collectives.AxisName) -> Array:
+def _valid_elements(group: Group, axis: collectives.Where) -> Array:
     """Elements that are not pads, per leaf, in the shard this worker reduces: `f32[leaves]`."""
     table = [
         [

@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "votes": (3, {"profile", "codecs", "segments", "collectives", "groups"}),
     "controller": (3, {"profile", "health", "capacity", "telemetry"}),
     "plan": (3, {"profile", "regions", "segments", "buckets", "groups", "capacity", "telemetry"}),
-    "routes": (4, {"codecs", "collectives", "groups", "votes"}),
+    "routes": (4, {"profile", "codecs", "segments", "collectives", "groups", "votes"}),
     "pmean": (5, {"profile", "regions", "collectives", "groups", "routes", "plan"}),
     "state": (6, {"regions", "collectives", "health", "capacity", "telemetry", "pmean"}),
     "transform": (
