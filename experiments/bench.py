@@ -123,20 +123,21 @@ def bench_codec(config: Config) -> dict[str, Any]:
     }
 
 
-class Codec8(NamedTuple):
-    """What one of 8 workers computes for a leaf, cut into programs where collectives stand in a step.
+class CodecPrograms(NamedTuple):
+    """What a worker, and reducer of one shard, computes for a leaf, as the kernels that a step has.
 
-    In one program XLA would fuse across those cuts, which no step can: it would count votes anew for every
-    element that is decoded.
+    In one program XLA would fuse across the collectives' places, which no step can: it would count votes
+    anew for every element that is decoded.
     """
 
     pack: Callable[..., Any]
     reduce: Callable[..., Any]
     receive: Callable[..., Any]
-    scale: Callable[..., Any] | None = None
+    scale: Callable[..., Any] = lambda *_: None
+    keep: Callable[..., Any] = lambda *_: None
 
 
-def plain_codec(segment: segments.Segment) -> Codec8:
+def plain_codec(segment: segments.Segment) -> CodecPrograms:
     """Signs up, majority down, nothing else."""
     levels = codecs.LEVELS["majority"]
 
@@ -152,54 +153,58 @@ def plain_codec(segment: segments.Segment) -> Codec8:
     def receive(down: jax.Array) -> jax.Array:
         return segments.from_shards(codecs.decode_levels(down, levels), segment)
 
-    return Codec8(jax.jit(pack), jax.jit(reduce), jax.jit(receive))
+    return CodecPrograms(jax.jit(pack), jax.jit(reduce), jax.jit(receive))
 
 
-def feedback_codec(segment: segments.Segment) -> Codec8:
+def feedback_codec(segment: segments.Segment) -> CodecPrograms:
     """The arithmetic of one SIGN majority step with both error feedbacks."""
-    levels = codecs.LEVELS["majority"]
+    levels, tie = codecs.LEVELS["majority"], jnp.asarray(True)
 
-    def scale(gradient: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        corrected = gradient + residual
-        return corrected, segments.local_scale(jnp.abs(corrected), segment.scale)
+    def scale(gradient: jax.Array, residual: jax.Array) -> jax.Array:
+        return segments.local_scale(jnp.abs(gradient + residual), segment.scale)
 
-    def pack(corrected: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def pack(gradient: jax.Array, residual: jax.Array) -> jax.Array:
+        positive = codecs.is_positive(gradient + residual, tie)
+        return codecs.pack_bits(segments.to_shards(positive, segment))
+
+    def keep(gradient: jax.Array, residual: jax.Array, scale: jax.Array) -> jax.Array:
         row, col = segments.scale_factors(scale, segment)
-        positive = codecs.is_positive(corrected, jnp.asarray(True))
-        words = codecs.pack_bits(segments.to_shards(positive, segment))
-        return words, corrected - jnp.where(positive, row * col, -(row * col))
+        corrected = gradient + residual
+        return corrected - jnp.where(codecs.is_positive(corrected, tie), row * col, -(row * col))
 
     def reduce(words: jax.Array, scale: jax.Array, server: jax.Array) -> tuple[jax.Array, ...]:
-        row, col = segments.scale_factors(scale, segment)
-        unit = segments.shard_scale(row, col, segment, jnp.int32(0))
-        planes = codecs.count_votes(words)
-        values = codecs.decode_counts(planes, segment.num_workers) * unit + server
-        level = jnp.sum(jnp.abs(values) * unit) / jnp.sum(unit * unit)
-        down = codecs.pack_bits(codecs.is_positive(values, jnp.asarray(True)))[None]
-        server = values - codecs.decode_levels(down, levels) * (level * unit)
+        row, col = segments.shard_factors(*segments.scale_factors(scale, segment), segment, jnp.int32(0))
+        counts = codecs.decode_counts(codecs.count_votes(words), segment.num_workers)
+        values = segments.shard_matrix(counts, segment) * (row * col) + segments.shard_matrix(server, segment)
+        total = jnp.sum(row * row) * jnp.sum(col * col) * (segment.cols // col.size)
+        level = jnp.sum(jnp.abs(values) * (row * col)) / total
+        positive, unit = codecs.is_positive(values, tie), level * row * col
+        down = codecs.pack_bits(segments.shard_vector(positive[None], segment))
+        server = segments.shard_vector((values - jnp.where(positive, unit, -unit))[None], segment)[0]
         return jnp.broadcast_to(down, (segment.num_workers, *down.shape)), level, server
 
     def receive(down: jax.Array, level: jax.Array, scale: jax.Array) -> jax.Array:
         row, col = segments.scale_factors(scale, segment)
         return segments.from_shards(codecs.decode_levels(down, levels), segment) * (level * row * col)
 
-    return Codec8(
-        jax.jit(pack, donate_argnums=0),
+    return CodecPrograms(
+        jax.jit(pack),
         jax.jit(reduce, donate_argnums=2),
         jax.jit(receive),
-        jax.jit(scale, donate_argnums=1),
+        jax.jit(scale),
+        jax.jit(keep, donate_argnums=1),
     )
 
 
-def code_plain(codec: Codec8, values: jax.Array) -> jax.Array:
+def code_plain(codec: CodecPrograms, values: jax.Array) -> jax.Array:
     return codec.receive(codec.reduce(codec.pack(values)))
 
 
-def code_with_feedback(codec: Codec8, gradient: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    assert codec.scale is not None
+def code_with_feedback(codec: CodecPrograms, gradient: jax.Array, state: Any) -> tuple[jax.Array, Any]:
     residual, server = state
-    corrected, scale = codec.scale(gradient, residual)
-    words, residual = codec.pack(corrected, scale)
+    scale = codec.scale(gradient, residual)
+    words = codec.pack(gradient, residual)
+    residual = codec.keep(gradient, residual, scale)
     down, level, server = codec.reduce(words, scale, server)
     return codec.receive(down, level, scale), (residual, server)
 

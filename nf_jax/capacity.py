@@ -72,6 +72,16 @@ def gather_bytes(num_bytes: int, num_workers: int) -> int:
     return (num_workers - 1) * num_bytes
 
 
+def signal_bytes(num_values: int, num_workers: int, rides_along: bool) -> int:
+    """Bytes that one worker sends so that all have every worker's `f32[num_values]`.
+
+    A gather, or a row of its own in the all-reduce of the leaves that are always exact.
+    """
+    if rides_along:
+        return allreduce_bytes(4 * num_values * num_workers, num_workers)
+    return gather_bytes(4 * num_values, num_workers)
+
+
 def agree_bytes(num_values: int, num_workers: int) -> int:
     """Bytes that one worker sends in `collectives.agree`: bf16, one phase for two workers, else two."""
     if num_workers == 2:

@@ -185,16 +185,41 @@ def mean_leaves(leaves: Sequence[Array], axis: AxisName) -> list[Array]:
     `f16` and `bf16` are summed in f32, small integers in 32 bits, so that the sum loses and overflows
     nothing; the mean of integers is rounded to the nearest, half to even, without leaving the integers.
     """
-    if lax.axis_size(axis) == 1 and not is_checked(axis):
-        return list(leaves)
+    return mean_and_gather(leaves, None, axis)[0]
+
+
+def mean_and_gather(
+    leaves: Sequence[Array], numbers: Array | None, axis: AxisName
+) -> tuple[list[Array], Array | None]:
+    """`mean_leaves(leaves)` and `gather(numbers)`, `f32[n]` -> `f32[W, n]`, together where that can be.
+
+    Beside an all-reduce a gather waits for all workers a second time. So the numbers ride along, each
+    worker's in a row of its own, zero elsewhere: a sum with zeros is exact in any order.
+    """
+    num_workers = lax.axis_size(axis)
+    if num_workers == 1 and not is_checked(axis):
+        return list(leaves), None if numbers is None else numbers[None]
     wide = [leaf.astype(_WIDE.get(leaf.dtype.name, leaf.dtype)) for leaf in leaves]
     inexact = [i for i, leaf in enumerate(wide) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     integers = [i for i in range(len(wide)) if i not in set(inexact)]
-    means = dict(zip(inexact, mean_exact([wide[i] for i in inexact], axis), strict=True))
+    gathered = None
+    if numbers is not None and rides_along([leaf.dtype for leaf in leaves]):
+        is_own = jnp.arange(num_workers)[:, None] == lax.axis_index(axis)
+        rows = jnp.where(is_own, numbers, jnp.float32(0))
+        *sums, gathered = lax.psum((*(wide[i] for i in inexact), rows), axis)
+    else:
+        sums = lax.psum(tuple(wide[i] for i in inexact), axis) if inexact else []
+        gathered = None if numbers is None else gather(numbers, axis)
+    means = {i: total / num_workers for i, total in zip(inexact, sums, strict=True)}
     if integers:
         sums = lax.psum(tuple(wide[i] for i in integers), axis)
-        means |= {i: _round_mean(s, lax.axis_size(axis)) for i, s in zip(integers, sums, strict=True)}
-    return [means[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
+        means |= {i: _round_mean(s, num_workers) for i, s in zip(integers, sums, strict=True)}
+    return [means[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)], gathered
+
+
+def rides_along(dtypes: Sequence[Any]) -> bool:
+    """Whether numbers that are gathered beside leaves of these dtypes share their all-reduce."""
+    return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
 _WIDE: dict[str, Any] = dict.fromkeys(("bfloat16", "float16"), jnp.float32)

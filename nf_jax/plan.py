@@ -175,7 +175,9 @@ def plan(profile: Profile, params: Any, num_workers: int | tuple[int, int]) -> P
         groups=groups,
         exact=exact,
         idle=idle,
-        overhead_bytes=4 * num_signals(len(profile.regions)) * (num_hosts - 1) * num_inner,
+        overhead_bytes=_overhead_bytes(
+            len(profile.regions), [dtypes[i] for i in exact], num_hosts, num_inner
+        ),
         fp32_bytes=_plain_bytes(lanes, slices, shapes, dtypes, num_hosts * num_inner, num_inner),
     )
 
@@ -320,6 +322,16 @@ def _wire_bytes(
                 rows[lane][route] += upto - before
                 before = upto
     return tuple((row[0], row[1], row[2], row[3]) for row in rows)
+
+
+def _overhead_bytes(num_regions: int, exact_dtypes: Sequence[str], num_hosts: int, num_inner: int) -> int:
+    num_workers = num_hosts * num_inner
+    together = num_workers > 1 and any(jnp.issubdtype(dtype, jnp.inexact) for dtype in exact_dtypes)
+    sent = capacity.signal_bytes(num_signals(num_regions), num_workers, together)
+    if num_inner == 1:
+        return sent
+    # A ring crosses once for all devices of a host; a gather reaches every device of the other hosts.
+    return -(-sent // num_inner) if together else sent * (num_hosts - 1) * num_inner // (num_workers - 1)
 
 
 def _plain_bytes(

@@ -111,6 +111,7 @@ def average(
     *,
     seed: int | Array,
     ok: bool | Array = True,
+    exact: Sequence[Array] | None = None,
     keep_sent: bool = False,
 ) -> Result:
     """Averages the leaves of a tree; `aggregate_gradients` and `pmean` are both made of it.
@@ -124,6 +125,7 @@ def average(
       axis: name(s) of the mesh axis.
       seed: `uint32[]`, the same on all workers.
       ok: `bool[]`, the same on all workers; where False the memory stays as it was.
+      exact: the means of `plan.exact`, where they are known already.
       keep_sent: return what was sent instead of new residuals.
 
     Returns:
@@ -134,9 +136,9 @@ def average(
         _check_length(plan, np.shape(routes))
         collectives.check_uniform(jnp.asarray(routes), axis, "the route")
     means, sent = list(leaves), list(leaves)
-    for index, mean in zip(
-        plan.exact, collectives.mean_leaves([leaves[i] for i in plan.exact], axis), strict=True
-    ):
+    if exact is None:
+        exact = collectives.mean_leaves([leaves[i] for i in plan.exact], axis)
+    for index, mean in zip(plan.exact, exact, strict=True):
         means[index] = mean
     outer, inner = collectives.levels(axis, plan.num_workers, plan.num_inner)
     memory = Memory(dict(memory.residual), dict(memory.server_residual))

@@ -100,10 +100,15 @@ def aggregate_gradients(
         leaves = [leaf for _, leaf in named]
         _check_call(plan, leaves, state, axis)
 
-        signals, ok = _measure(plan, len(profile.regions), leaves, value, reducer_load, axis)
+        own = _own_numbers(plan, len(profile.regions), leaves, value, reducer_load)
+        exact, gathered = collectives.mean_and_gather([leaves[i] for i in plan.exact], own, axis)
+        assert gathered is not None
+        signals, ok = _signals(gathered, len(profile.regions), has_loss=value is not None)
         chosen = jnp.asarray(state.info.next_routes) if pinned is None else pinned
         memory = jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), state.memory)
-        result = average(plan, chosen, leaves, memory, state.pending, axis, seed=_seed(state.step), ok=ok)
+        result = average(
+            plan, chosen, leaves, memory, state.pending, axis, seed=_seed(state.step), ok=ok, exact=exact
+        )
         signals = signals._replace(agreement=result.agreement, residual_ratio=result.residual_ratio)
 
         new_state = _advance(profile, plan, state, jnp.asarray(chosen, jnp.int32), signals)
@@ -158,25 +163,23 @@ def _init_memory(plan: Plan) -> Memory:
     return Memory(residual, server)
 
 
-def _measure(
-    plan: Plan,
-    num_regions: int,
-    leaves: Sequence[Any],
-    value: Any,
-    reducer_load: Any,
-    axis: collectives.AxisName,
-) -> tuple[Signals, Array]:
-    """The step's signals, reduced over workers in one small all-gather, and whether all is finite."""
+def _own_numbers(plan: Plan, num_regions: int, leaves: Sequence[Any], value: Any, reducer_load: Any) -> Array:
+    """What this worker contributes to the step's signals: loss, load, and per region squared norm and count
+    of leaves that are not finite."""
     squared, owners = _squared_norms(plan, leaves)
     is_bad = (~jnp.isfinite(squared)).astype(jnp.float32)
     by_region = jax.ops.segment_sum(jnp.stack([squared, is_bad], axis=1), owners, num_regions)
     own = jnp.stack([_scalar(value, "value"), _scalar(reducer_load, "reducer_load")])
-    gathered = collectives.gather(jnp.concatenate([own, by_region.T.reshape(-1)]), axis)
+    return jnp.concatenate([own, by_region.T.reshape(-1)])
+
+
+def _signals(gathered: Array, num_regions: int, has_loss: bool) -> tuple[Signals, Array]:
+    """The step's signals from every worker's numbers, `f32[W, n]`, and whether all is finite."""
     mean, total = gathered.mean(0), gathered.sum(0)
     nonfinite = total[2 + num_regions :].astype(jnp.int32)
     signals = Signals(
         loss=mean[0],
-        has_loss=jnp.asarray(value is not None),
+        has_loss=jnp.asarray(has_loss),
         nonfinite=nonfinite,
         gradient_norm=jnp.sqrt(mean[2 : 2 + num_regions]),
         agreement=jnp.zeros((), jnp.float32),
