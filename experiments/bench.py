@@ -253,24 +253,23 @@ def guided_profile(start_step: int, **fields: Any) -> Profile:
 
 def control_of_train_step(config: Config) -> dict[str, float]:
     """The main job's own model, batch and optimizer; routes that all say FP32 against `lax.pmean`."""
-    from experiments import vision
+    from experiments import runs, vision
 
     job = dataclasses.replace(vision.digits(), devices=config.devices)
     task = vision.TASKS[job.task]
     train, _ = task.load()
-    params = task.model.init(jax.random.key(0), train.inputs[:1])["params"]
-    loss_fn = functools.partial(vision.cross_entropy, task.model)
+    params = task.init(jax.random.key(0), train)
     shape = (config.devices, job.per_worker_batch)
-    batch = next(vision.batches(train, 1, shape, seed=0))
+    batch = next(runs.batches(train, 1, shape, seed=0))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    profile = vision.POLICIES["guided"](job)
+    profile = runs.POLICIES["guided"](job)
     late = [profile.phases[0], *(p.model_copy(update={"start_step": 2**30}) for p in profile.phases[1:])]
     profile = profile.model_copy(update={"phases": tuple(late[:2])})
     aggregate = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=config.devices)
 
     def step(batch: Any, state: Any, tx: Any, is_plain: bool) -> Any:
         params, opt_state = state
-        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        (loss, _), grads = jax.value_and_grad(task.loss_fn, has_aux=True)(params, batch)
         if is_plain:
             updates, opt_state = tx.update(lax.pmean(grads, AXIS), opt_state, params)
         else:

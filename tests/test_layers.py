@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "controller": (3, {"profile", "health", "capacity", "telemetry"}),
     "plan": (3, {"profile", "regions", "segments", "buckets", "groups", "capacity", "telemetry"}),
     "routes": (4, {"profile", "codecs", "segments", "collectives", "groups", "votes"}),
+    "processes": (4, {"checks", "profile", "plan"}),
     "pmean": (5, {"profile", "regions", "collectives", "groups", "routes", "plan"}),
     "state": (6, {"regions", "collectives", "health", "capacity", "telemetry", "pmean"}),
     "transform": (
