@@ -130,7 +130,8 @@ def main(out: str, mode: str) -> None:
     with cluster.joined(options, num_workers):
         own = jax.process_index()
         (Path(out) / f"{own}.json").write_text(json.dumps(disagree(own, num_workers)))
-        np.savez(Path(out) / f"{own}.npz", **train(num_workers, mode, Path(out) / "checkpoints"))
+        kept = train(num_workers, mode, Path(out) / "checkpoints")
+        np.savez(Path(out) / f"{own}.npz", allow_pickle=False, **kept)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ import json
 
 import jax
 import numpy as np
+import process_groups
 import pytest
 
 import nf_jax
-from experiments import vision
+from experiments import jobs, runs, vision
 from nf_jax import trace
+
+jax.devices()  # the suite's eight, before a job asks for fewer
 
 COLUMNS = [
     "policy",
@@ -51,9 +54,9 @@ def row_of(policy: str, value: float, test_loss: float) -> dict:
 
 
 def shipped_plan() -> nf_jax.Plan:
-    model = vision.TASKS["digits"].model
-    image = np.zeros((1, 64), np.float32)
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), image)["params"])
+    task = vision.TASKS["digits"]
+    train, _ = task.load()
+    shapes = jax.eval_shape(lambda: task.init(jax.random.key(0), train))
     return nf_jax.plan(nf_jax.Profile.load(vision.digits().profile), shapes, num_workers=8)
 
 
@@ -86,7 +89,7 @@ def test_a_job_writes_its_files_and_prints_one_table(tmp_path, capsys):
 
 @pytest.mark.usefixtures("loose_promotion")
 def test_shard_map_sends_the_same_bytes_as_pmap_and_an_earlier_jobs_traces_go(tmp_path, monkeypatch):
-    small = vision.Task(vision.load_digits, vision.MLP((16,), num_classes=10))
+    small = vision.classification(vision.load_digits, vision.MLP((16,), num_classes=10))
     monkeypatch.setitem(vision.TASKS, "digits", small)
     old = tmp_path / "static-7" / "trace.jsonl"
     kept = tmp_path / "notes-1" / "trace.jsonl"
@@ -123,27 +126,53 @@ def test_the_shipped_profile_round_trips_and_protects_under_3_percent():
 def test_the_caption_says_what_the_numbers_say(value, test_loss, expected):
     config = dataclasses.replace(vision.digits(), policies=("fp32", "static"), seeds=(0,))
     rows = [row_of("fp32", 98.5, 0.1), row_of("static", value, test_loss)]
-    assert vision.make_caption(config, rows).startswith(expected)
+    assert jobs.make_caption(config, rows).startswith(expected)
 
 
 def test_all_policies_see_the_same_examples_and_every_epoch_sees_all():
     train, test = vision.load_digits()
     assert len(train.labels) + len(test.labels) == 1797
     size = len(train.labels)
-    whole = [batch.labels for batch in vision.batches(train, 2, (size,), seed=3)]
-    again = [batch.labels for batch in vision.batches(train, 2, (size,), seed=3)]
+    whole = [batch.labels for batch in runs.batches(train, 2, (size,), seed=3)]
+    again = [batch.labels for batch in runs.batches(train, 2, (size,), seed=3)]
     np.testing.assert_array_equal(whole, again)
     for labels in whole:
         np.testing.assert_array_equal(np.sort(labels), np.sort(train.labels))
+
+
+def test_processes_share_the_batches_that_one_process_would_see():
+    train, _ = vision.load_digits()
+    whole = list(runs.batches(train, 3, (4, 5), seed=0))
+    parts = [runs.batches(train, 3, (4, 5), seed=0, rows=rows) for rows in ([0, 1], [2, 3])]
+    for expected, *shares in zip(whole, *parts, strict=True):
+        for name in ("inputs", "labels"):
+            joint = np.concatenate([getattr(share, name) for share in shares])
+            np.testing.assert_array_equal(joint, getattr(expected, name))
+
+
+SMALL_JOB = """
+import sys
+from experiments import vision
+vision.TASKS["digits"] = vision.classification(vision.load_digits, vision.MLP((128,), num_classes=10))
+vision.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_two_processes_give_the_summary_of_one(tmp_path, monkeypatch):
+    args = [*TINY, "--devices", "2", "--policies", "static", "--out"]
+    several = ["--distributed", "--start-timeout-seconds", "60"]
+    process_groups.run(2, "-c", SMALL_JOB, *args, str(tmp_path / "two"), *several)
+    small = vision.classification(vision.load_digits, vision.MLP((128,), num_classes=10))
+    monkeypatch.setitem(vision.TASKS, "digits", small)
+    vision.main([*args, str(tmp_path / "one")])
+    one, two = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
+    for (row,) in (one, two):
+        del row["step_seconds_median"]
+    assert one == two  # with two workers, sums have the same bits too
 
 
 @pytest.mark.parametrize("change", [{"devices": 0}, {"seeds": (1, 1)}, {"policies": ()}])
 def test_a_config_that_means_nothing_is_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         dataclasses.replace(vision.digits(), **change)
-
-
-def test_more_devices_than_jax_started_with_is_an_error():
-    have = len(jax.devices())
-    with pytest.raises(ValueError, match="start a new process"):
-        vision.use_cpu_devices(have + 1)
