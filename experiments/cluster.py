@@ -165,13 +165,13 @@ def use_devices(platform: str, num_devices: int, num_processes: int = 1) -> None
 
 def _connect(options: Cluster, num_devices: int) -> Cluster:
     """Joins, and exchanges a first word with all processes; returns the options as JAX found them."""
-    _check_addresses(options)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would take SIGTERM for a notice to be polled, and nobody here polls: a scheduler's
     # request to end would be ignored.
     jax.config.update("jax_enable_preemption_service", False)
     known = None not in (options.coordinator, options.num_processes, options.process_id)
     with _deadline(options.start_timeout_seconds, functools.partial(_explain_silence, options)):
+        _check_addresses(options)
         try:
             jax.distributed.initialize(
                 options.coordinator,
@@ -181,7 +181,8 @@ def _connect(options: Cluster, num_devices: int) -> Cluster:
                 # JAX aborts at its own timeout; ours comes first, and says more.
                 initialization_timeout=options.start_timeout_seconds + 30,
                 heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
-                shutdown_timeout_seconds=options.start_timeout_seconds,
+                # At the end the others wait while process 0 writes; heartbeats go on meanwhile.
+                shutdown_timeout_seconds=max(300, options.start_timeout_seconds),
             )
         except (ValueError, TypeError, RuntimeError, KeyError, OSError) as error:
             raise ValueError(
@@ -230,6 +231,8 @@ def _deadline(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
 
 def _explain_silence(options: Cluster) -> str:
     """Why the processes did not come together, as far as it can be seen from here."""
+    found = _as_found(options)
+    options = options if found.coordinator is None else found
     waited = f"waited {options.start_timeout_seconds} s for all processes to come together"
     longer = "If they only start slowly, raise --start-timeout-seconds."
     if options.coordinator is None or options.process_id == 0:
