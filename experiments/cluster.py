@@ -1,4 +1,4 @@
-"""Joins the processes of one run, and ends all of them when one is lost.
+"""Joins the processes of one run; with `ending.py`, ends all of them when one is lost.
 
 JAX's own runtime does the work: its coordination service (on process 0) introduces the processes to each
 other and watches their heartbeats; gloo on CPU, NCCL on GPU, ICI and DCN on TPU move the data. This file
@@ -17,21 +17,15 @@ import dataclasses
 import functools
 import ipaddress
 import os
-import re
 import socket
-import subprocess
-import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NoReturn
+from typing import Literal
 
 import jax
 from jax.experimental import multihost_utils
 
-GRACE_SECONDS = 2.0
-Witness = subprocess.Popen[bytes]
+from experiments import ending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +112,13 @@ def joined(options: Cluster, num_devices: int) -> Iterator[None]:
         yield
         return
     options = _connect(resolve(options, os.environ), num_devices)
-    witness = _start_witness(options)
+    witness = ending.start_witness(_name(options))
     try:
         yield
         jax.distributed.shutdown()
     except BaseException as error:
-        _leave(options, error, witness)
-    _dismiss(witness)
+        ending.leave(error, _name(options), witness, is_last=options.process_id == 0)
+    ending.dismiss(witness)
 
 
 def is_first() -> bool:
@@ -145,7 +139,7 @@ def use_devices(platform: str, num_devices: int, num_processes: int = 1) -> None
             f"devices: expected a multiple of the {num_processes} processes, got {num_devices} workers in all"
         )
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+        jax.config.update("jax_platforms", platform)
         if platform == "cpu":
             jax.config.update("jax_num_cpu_devices", num_devices // num_processes)
     found = len(jax.devices())
@@ -196,7 +190,7 @@ def _connect(options: Cluster, num_devices: int) -> Cluster:
             use_devices(options.platform, num_devices, found.num_processes or 1)
             multihost_utils.sync_global_devices("start")  # opens every connection under the deadline
         except Exception as error:
-            _leave(found, error)
+            ending.leave(error, _name(found), is_last=found.process_id == 0)
     return found
 
 
@@ -217,8 +211,10 @@ def _deadline(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
     """Ends the process with a message unless the body ends in time: JAX waits in C++, so by a thread."""
 
     def end() -> None:
-        _say(explain())
-        os._exit(1)
+        try:
+            ending.say(explain())
+        finally:
+            os._exit(1)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -250,6 +246,11 @@ def _explain_silence(options: Cluster) -> str:
     return f"{_name(options)}: {waited} with the coordinator at {options.coordinator}: {seen}. {longer}"
 
 
+def _name(options: Cluster) -> str:
+    which, count = ("?" if n is None else n for n in (options.process_id, options.num_processes))
+    return f"process {which} of {count} (pid {os.getpid()} on {socket.gethostname()})"
+
+
 def _check_address(address: str, where: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -278,72 +279,3 @@ def _check_addresses(options: Cluster) -> None:
                 f"coordinator: this host's name {name!r} stands for {own}, where no other host can reach "
                 f"it; in /etc/hosts, let it stand for the address that {coordinator} can reach"
             )
-
-
-# --------------------------------------------------------------------------------------------- end
-
-# Errors of collectives (gloo's are ValueErrors) and of the coordination service (RuntimeErrors).
-_LOST = re.compile(
-    r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |(UNKNOWN|INTERNAL): .*(gloo|nccl|connection)",
-    re.IGNORECASE,
-)
-
-
-def _leave(
-    options: Cluster, error: BaseException, witness: subprocess.Popen[bytes] | None = None
-) -> NoReturn:
-    """Ends this process because of `error`, without waiting for the others: they may wait for it."""
-    name, code = _name(options), 1
-    reason = " ".join(str(error).split())[:300]
-    if isinstance(error, KeyboardInterrupt):
-        message, code = f"{name}: interrupted.", 130
-    elif isinstance(error, SystemExit):
-        message, code = f"{name}: left early.", error.code if type(error.code) is int else 1
-    elif isinstance(error, ValueError | RuntimeError) and _LOST.match(reason):
-        message = (
-            f"{name}: lost its connection to another process ({reason}). That one has ended or cannot be "
-            "reached: its own last lines say why. Then start all processes again."
-        )
-    else:
-        traceback.print_exception(error)
-        message = f"{name}: ends because of the error above, and the other processes with it."
-    _say(message)
-    _dismiss(witness)
-    if options.process_id == 0:
-        # JAX aborts whoever loses the coordinator: let the others say their own word first.
-        time.sleep(GRACE_SECONDS)
-    os._exit(code)
-
-
-def _say(message: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody may read any more
-        sys.stdout.flush()
-        print(f"error: {message}", file=sys.stderr, flush=True)
-
-
-def _name(options: Cluster) -> str:
-    which, count = ("?" if n is None else n for n in (options.process_id, options.num_processes))
-    return f"process {which} of {count} (pid {os.getpid()} on {socket.gethostname()})"
-
-
-def _start_witness(options: Cluster) -> Witness:
-    """A tiny process that says so if this one ends without a word: killed, or aborted by JAX in C++."""
-    text = (
-        f"error: {_name(options)} ended before its work was done: it was killed (out of memory? a "
-        "scheduler?), or JAX ended it because another process was lost (then JAX says so above, and that "
-        "one's last lines say why). Start all processes again."
-    )
-    code = "import sys\nif not sys.stdin.read(): print(sys.argv[1], file=sys.stderr)"
-    # A session of its own: Ctrl-C is for the process it watches, whose end ends this one too.
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", code, text],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def _dismiss(witness: Witness | None) -> None:
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        if witness is not None:
-            witness.communicate(b"done", timeout=5)
