@@ -82,7 +82,11 @@ ANNOUNCE = "test $JAX_PROCESS_ID != 0 || echo $(ip netns identify $$) $$; exec s
 
 
 def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rsplit(")")[1].split()[0] != "Z"  # ended, but not yet collected by its parent
 
 
 # --------------------------------------------------------------------------------------- arguments
