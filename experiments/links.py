@@ -1,0 +1,352 @@
+"""Aggregation over real links: `lax.pmean`, nf_jax's routes and PyTorch's DDP, side by side on a testbed.
+
+    python -m experiments.links
+    python -m experiments.links --arms pmean sign-majority --rates 1gbit --hosts 2 --shapes 16MiB --out runs/l
+
+For every number of hosts: makes the testbed (see `experiments.testbed`: root and iproute2), starts one JAX
+and one PyTorch worker on every host, and changes the links' rate while they run. Within a cell (hosts, rate,
+shapes) all arms take turns, `--rounds` times, so that a slow minute of the machine hits all alike. A step
+is "local gradients in, means out", timed after a barrier until the slowest host is done; bytes are those that
+left the interface, the largest of all hosts.
+
+PyTorch is installed on first use, as torch==2.13.0, into a virtual environment of its own (`--torch-venv`,
+about 1 GB where pip finds a build for CPUs, else several). Without `torch-` arms it is not needed.
+
+Writes README.md, summary.json (a row per arm and cell) and links-<hosts>.png under `--out`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import rich
+import tyro
+from rich import progress
+
+from experiments import links_report, testbed
+from experiments.links_worker import SHAPES, gradient_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = "torch==2.13.0"
+ANSWER_SECONDS = 900.0
+
+# =============================================================================================== arms
+
+
+class ArmKind(NamedTuple):
+    """Attributes: label: for people; least_cosine: of its mean with the exact one, or it averages wrongly."""
+
+    label: str
+    least_cosine: float
+
+
+ARMS: dict[str, ArmKind] = {
+    "pmean": ArmKind("f32 pmean", 0.9999),
+    "sign-count": ArmKind("SIGN count", 0.5),
+    "sign-majority": ArmKind("SIGN majority", 0.3),
+    "sign-majority-pinned": ArmKind("SIGN majority, pinned", 0.3),
+    "ternary": ArmKind("TERNARY", 0.3),
+    "bf16": ArmKind("BF16", 0.999),
+    "auto": ArmKind("auto", 0.3),
+    "torch-plain": ArmKind("DDP", 0.9999),
+    "torch-fp16": ArmKind("DDP, fp16 hook", 0.999),
+    "torch-powersgd-1": ArmKind("DDP, PowerSGD rank 1", 0.005),
+    "torch-powersgd-4": ArmKind("DDP, PowerSGD rank 4", 0.01),
+    "torch-1bit-adam-port": ArmKind("1-bit Adam (port)", 0.3),
+}
+
+
+def runtime_of(arm: str) -> str:
+    """Which worker runs an arm: jax or torch."""
+    return "torch" if arm.startswith("torch-") else "jax"
+
+
+# ============================================================================================= config
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Which cells to measure, and where to write."""
+
+    arms: tuple[str, ...] = tuple(ARMS)
+    """How gradients are averaged; the first is the baseline of ratios."""
+    rates: tuple[str, ...] = ("none", "10gbit", "1gbit", "200mbit", "100mbit")
+    """Of every link, both ways."""
+    hosts: tuple[int, ...] = (2, 4)
+    """Numbers of hosts."""
+    shapes: tuple[str, ...] = ("16MiB", "resnet18", "bert6")
+    """Whose gradient."""
+    out: Path | None = None
+    """Folder for README.md, summary.json and plots; experiments/results/<date>-links by default."""
+    rounds: int = 5
+    """Turns of every arm in a cell; a turn counts up to 5 steps, fewer where steps are slow."""
+    torch_venv: Path = Path("runs/links-torch-venv")
+    """Virtual environment for PyTorch; made if it is not there."""
+
+    def __post_init__(self) -> None:
+        for name, known in {"arms": ARMS, "shapes": SHAPES}.items():
+            if unknown := [value for value in getattr(self, name) if value not in known]:
+                raise ValueError(f"{name}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+        for rate in self.rates:
+            testbed.bits_per_second(rate)
+        for name in ("arms", "rates", "hosts", "shapes"):
+            if not (values := getattr(self, name)) or len(set(values)) != len(values):
+                raise ValueError(f"{name}: expected at least one and no repeats, got {values}")
+        if min(self.hosts) < 2:
+            raise ValueError(f"hosts: expected at least 2 each, got {self.hosts}")
+        if self.rounds < 1:
+            raise ValueError(f"rounds: expected at least 1, got {self.rounds}")
+
+
+# ============================================================================================ workers
+
+
+class Workers:
+    """The workers of one library, one on every host, asked all at once."""
+
+    def __init__(self, bed: testbed.Testbed, runtime: str, python: Path) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(bed.hosts)
+        self._logs: list[IO[str]] = [tempfile.TemporaryFile("w+") for _ in range(bed.hosts)]  # noqa: SIM115, closed in close()
+        env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        if runtime == "torch":
+            env["OMP_NUM_THREADS"] = "1"  # as torchrun sets it where several processes share a machine
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+        argv = [str(python), "-m", f"experiments.links_{runtime}"]
+        self._processes = [
+            bed.popen(host, argv, env, stderr=self._logs[host], **pipes) for host in range(bed.hosts)
+        ]
+        self._read()
+
+    def ask(self, **message: Any) -> list[dict[str, Any]]:
+        """Every host's answer, in order."""
+        for process in self._processes:
+            assert process.stdin
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> list[dict[str, Any]]:
+        waiting = [self._pool.submit(self._read_one, host) for host in range(len(self._processes))]
+        done, late = concurrent.futures.wait(waiting, ANSWER_SECONDS, concurrent.futures.FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if late:
+            raise RuntimeError(f"links: {len(late)} worker(s) gave no answer in {ANSWER_SECONDS:g} s")
+        return [future.result() for future in waiting]
+
+    def _read_one(self, host: int) -> dict[str, Any]:
+        process = self._processes[host]
+        assert process.stdout
+        if line := process.stdout.readline():
+            return json.loads(line)
+        process.wait()
+        self._logs[host].seek(0)
+        tail = "".join(self._logs[host].readlines()[-25:])
+        raise RuntimeError(f"links: the worker on host {host} ended with {process.returncode}:\n{tail}")
+
+    def close(self) -> None:
+        """Lets the workers end; whoever does not is ended with the testbed."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                cast(IO[str], process.stdin).close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+                cast(IO[str], process.stdout).close()
+        for log in self._logs:
+            log.close()
+        self._pool.shutdown(wait=False)
+
+
+@contextlib.contextmanager
+def start_workers(bed: testbed.Testbed, runtimes: dict[str, Path]) -> Iterator[dict[str, Workers]]:
+    """Workers by runtime, from the Python to run each with."""
+    with contextlib.ExitStack() as stack:
+        workers = {}
+        for runtime, python in runtimes.items():
+            workers[runtime] = Workers(bed, runtime, python)
+            stack.callback(workers[runtime].close)
+        yield workers
+
+
+def find_pythons(config: Config) -> dict[str, Path]:
+    """The Python of every runtime that the arms need; installs PyTorch if it is not there yet."""
+    runtimes = {runtime_of(arm) for arm in config.arms}
+    pythons = {"jax": Path(sys.executable)} if "jax" in runtimes else {}
+    if "torch" in runtimes:
+        pythons["torch"] = python = (config.torch_venv / "bin" / "python").absolute()
+        probe = [python, "-c", f"import torch; assert torch.__version__.split('+')[0] == {TORCH[7:]!r}"]
+        if not python.exists() or subprocess.run(probe, capture_output=True).returncode:
+            rich.print(f"installing {TORCH} into {config.torch_venv}: once, about 1 GB or more")
+            subprocess.run([sys.executable, "-m", "venv", config.torch_venv], check=True)
+            subprocess.run([python, "-m", "pip", "install", "--quiet", TORCH, "numpy"], check=True)
+    return pythons
+
+
+# ============================================================================================== cells
+
+Turn = tuple[list[float], list[float]]
+"""Seconds of every counted step, of the slowest host; bytes per step of every host."""
+
+
+def make_batches(arms: Sequence[str], hosts: int, shapes: str, memory_bytes: int) -> list[list[str]]:
+    """Arms that fit into memory together; where not all do, every batch has the baseline.
+
+    An arm keeps up to two gradients (residuals, buckets), a worker up to six more while it works.
+    """
+    gradient = gradient_bytes(shapes) * hosts
+    room = max(int((0.75 * memory_bytes - 12 * gradient) / (1.5 * gradient)), 2)
+    if len(arms) <= room:
+        return [list(arms)]
+    rest = arms[1:]
+    return [[arms[0], *rest[i : i + room - 1]] for i in range(0, len(rest), room - 1)]
+
+
+def measure_batch(
+    bed: testbed.Testbed,
+    workers: dict[str, Workers],
+    arms: Sequence[str],
+    shapes: str,
+    config: Config,
+    bar: Any,
+) -> dict[tuple[str, str], list[Turn]]:
+    """All turns by (rate, arm)."""
+    bed.set_rate("none")
+    for arm in arms:
+        bar(f"{bed.hosts} hosts, {shapes}: preparing {arm}")
+        answers = workers[runtime_of(arm)].ask(do="prepare", arm=arm, shapes=shapes, steps=5)
+        check_prepared(arm, answers)
+    turns: dict[tuple[str, str], list[Turn]] = {}
+    for rate in config.rates:
+        bed.set_rate(rate)
+        plans = {}
+        for number in range(config.rounds + 1):
+            for arm in arms:
+                bar(f"{bed.hosts} hosts, {shapes}, {rate}: {arm}")
+                plan = plans.get(arm, {"uncounted": 0, "counted": 1})
+                answers = workers[runtime_of(arm)].ask(do="turn", arm=arm, **plan)
+                seconds = [max(steps) for steps in zip(*(a["seconds"] for a in answers), strict=True)]
+                if number:
+                    sent = [answer["tx_bytes"] / plan["counted"] for answer in answers]
+                    turns.setdefault((rate, arm), []).append((seconds, sent))
+                else:  # after a change of rate TCP adapts: this turn only says how long steps take
+                    plans[arm] = plan_turn(seconds[0])
+    for group in workers.values():
+        group.ask(do="drop")
+    return turns
+
+
+def plan_turn(step_seconds: float) -> dict[str, int]:
+    """Steps of a turn: about a second's worth, 1 to 5; the first after a pause does not count unless slow."""
+    counted = min(max(round(1 / step_seconds), 1), 5)
+    return {"uncounted": int(step_seconds < 2), "counted": counted}
+
+
+def check_prepared(arm: str, answers: Sequence[dict[str, Any]]) -> None:
+    """Raises unless every host's mean agrees with the exact one as well as the arm's kind allows."""
+    least = min(answer["cosine"] for answer in answers)
+    if not least >= ARMS[arm].least_cosine:
+        raise RuntimeError(
+            f"links: {arm} does not average: cosine {least:.4f} with the exact mean, expected at least "
+            f"{ARMS[arm].least_cosine}; it did {answers[0]['did']}"
+        )
+
+
+def make_row(arm: str, hosts: int, rate: str, shapes: str, turns: Sequence[Turn]) -> dict[str, Any]:
+    """A row of summary.json; seconds, bytes."""
+    seconds = [second for steps, _ in turns for second in steps]
+    by_host = zip(*(sent for _, sent in turns), strict=True)
+    return {
+        "arm": arm,
+        "hosts": hosts,
+        "rate": rate,
+        "shapes": shapes,
+        "gradient_bytes": gradient_bytes(shapes),
+        "step_seconds_median": statistics.median(seconds),
+        "step_seconds_min": min(seconds),
+        "step_seconds_max": max(seconds),
+        "tx_bytes_per_step": round(max(statistics.mean(sent) for sent in by_host)),
+    }
+
+
+# =============================================================================================== main
+
+
+def run(config: Config) -> list[dict[str, Any]]:
+    """Measures all cells; writes after each number of hosts and shapes, so that little is lost."""
+    if reason := testbed.why_unavailable():
+        raise ValueError(reason)
+    out = config.out or ROOT / "experiments" / "results" / f"{datetime.date.today()}-links"
+    out.mkdir(parents=True, exist_ok=True)
+    pythons = find_pythons(config)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    batches = {
+        (hosts, shapes): make_batches(config.arms, hosts, shapes, memory_bytes)
+        for hosts in config.hosts
+        for shapes in config.shapes
+    }
+    num_turns = 1 + len(config.rates) * (config.rounds + 1)
+    rows: list[dict[str, Any]] = []
+    columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
+    with progress.Progress(*columns, transient=True) as shown:
+        total = sum(len(batch) for cell in batches.values() for batch in cell) * num_turns
+        task = shown.add_task("links", total=total)
+
+        def bar(text: str) -> None:
+            shown.update(task, advance=1, description=text)
+
+        for hosts in config.hosts:
+            with testbed.open_testbed(hosts) as bed, start_workers(bed, pythons) as workers:
+                for shapes in config.shapes:
+                    turns: dict[tuple[str, str], Any] = {}
+                    for batch in batches[hosts, shapes]:
+                        for key, more in measure_batch(bed, workers, batch, shapes, config, bar).items():
+                            turns[key] = turns.get(key, []) + more
+                    rows += [make_row(arm, hosts, rate, shapes, t) for (rate, arm), t in turns.items()]
+                    (out / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
+    labels = {arm: ARMS[arm].label for arm in config.arms}
+    links_report.write(out, rows, labels, command=shlex.join(sys.orig_argv[1:]), machine=describe(pythons))
+    return rows
+
+
+def describe(pythons: dict[str, Path]) -> str:
+    """Machine and versions, in one line."""
+    models = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+    ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    parts = [
+        f"{os.cpu_count()} cores of {models[0].split(':')[1].strip() if models else platform.machine()}",
+        f"{memory:.0f} GiB, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}",
+    ]
+    for name, python in pythons.items():
+        script = f"import importlib.metadata as m; print(m.version({name!r}))"
+        shown = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout
+        parts.append(f"{name} {shown.strip()}")
+    return ", ".join(parts)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    testbed.end_on_signals()
+    try:
+        run(tyro.cli(Config, prog="experiments.links", description=__doc__, args=args))
+    except (ValueError, RuntimeError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The JAX arms of the link benchmark: `lax.pmean` and every route of nf_jax. Started by `experiments.links`.
+
+Each runs as it would in training: jit of shard_map over one device per process, the state carried from step
+to step and donated, error feedback and health on, the loss handed in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nf_jax
+from experiments import links_worker
+from nf_jax import Profile, Route
+from nf_jax.profile import Codec, HealthLimits, Phase, Region
+
+AXIS = "hosts"
+
+# ========================================================================================== profiles
+
+
+def guided(route: Route, **codec: Any) -> Profile:
+    """One route for everything from the first step on, with health and the size floor at their defaults."""
+    return Profile(
+        name=f"links_{route.name.lower()}",
+        regions=(Region(name="all", pattern=".*", codec=Codec(**codec)),),
+        phases=(Phase(start_step=0, routes={"all": route}),),
+        health=HealthLimits(warmup_steps=0),
+    )
+
+
+PROFILES: dict[str, Profile] = {
+    "sign-count": guided(Route.SIGN, down="count"),
+    "sign-majority": guided(Route.SIGN, down="majority"),
+    "ternary": guided(Route.TERNARY, down="ternary"),
+    "bf16": guided(Route.BF16),
+    "auto": guided(Route.SIGN),  # what the controller admits of the default route
+}
+
+# ============================================================================================== arms
+
+
+class Values(NamedTuple):
+    """Attributes: first: path of the first array; tree: [hosts, *shape], split; loss: [hosts], split."""
+
+    first: str
+    tree: dict[str, jax.Array]
+    loss: jax.Array
+
+
+class JaxArm:
+    """A compiled step and the state that it carries."""
+
+    def __init__(self, step: Any, values: Values, state: Any) -> None:
+        self._step, self._values, self._state = step, values, state
+        self._means: dict[str, jax.Array] = {}
+
+    def get_ready(self) -> None:
+        self._means = {}
+
+    def step(self) -> None:
+        self._means, self._state = self._step(self._values.tree, self._values.loss, self._state)
+        jax.block_until_ready((self._means, self._state))
+
+    def first_mean(self) -> np.ndarray:
+        return np.asarray(self._means[self._values.first].addressable_data(0))
+
+    def describe(self) -> str:
+        if not self._state:
+            return "pmean"
+        routes = nf_jax.step_info(self._state).routes.tolist()
+        return ", ".join(f"{Route(route).name} x {routes.count(route)}" for route in sorted(set(routes)))
+
+    def release(self) -> None:
+        self._means = {}
+
+
+class JaxBackend:
+    """One device per process, all of them in a mesh with one axis."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def place(self, array: np.ndarray) -> jax.Array:
+        """This host's part of an array `[hosts, ...]`."""
+        split = NamedSharding(self.mesh, P(AXIS))
+        return jax.make_array_from_process_local_data(split, array[None])
+
+    def load(self, values: dict[str, np.ndarray]) -> Values:
+        tree = {path: self.place(array) for path, array in values.items()}
+        return Values(next(iter(values)), tree, self.place(np.ones((), np.float32)))
+
+    def make_arm(self, name: str, values: Values) -> JaxArm:
+        """`-pinned`: with the routes compiled in that the controller starts with, no switch."""
+        if name == "pmean":
+            return JaxArm(self.map(lambda tree, *_: (lax.pmean(_local(tree), AXIS), ()), P()), values, ())
+        profile, hosts = PROFILES[name.removesuffix("-pinned")], self.mesh.size
+        params = {path: jnp.zeros(array.shape[1:]) for path, array in values.tree.items()}
+        tx = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=hosts)
+        if name.endswith("-pinned"):
+            routes = nf_jax.step_info(tx.init(params)).next_routes.tolist()
+            tx = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=hosts, routes=routes)
+
+        def update(tree: Any, loss: jax.Array, state: Any) -> Any:
+            return tx.update(_local(tree), state, value=loss[0])
+
+        state = nf_jax.shard_state(tx.init(params), self.mesh)
+        return JaxArm(self.map(update, nf_jax.state_spec(state, AXIS)), values, state)
+
+    def map(self, body: Any, state_spec: Any) -> Any:
+        specs = {"in_specs": (P(AXIS), P(AXIS), state_spec), "out_specs": (P(), state_spec)}
+        return jax.jit(jax.shard_map(body, mesh=self.mesh, **specs), donate_argnums=2)
+
+    def make_barrier(self) -> Callable[[], None]:
+        token = self.place(np.zeros((), np.int32))
+        body = lambda x: lax.psum(x[0], AXIS)  # noqa: E731
+        count = jax.jit(jax.shard_map(body, mesh=self.mesh, in_specs=P(AXIS), out_specs=P()))
+        return lambda: jax.block_until_ready(count(token)) and None
+
+
+def _local(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+# ============================================================================================== main
+
+
+def main() -> None:
+    host, hosts = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], hosts, host)
+    backend = JaxBackend(jax.make_mesh((hosts,), (AXIS,), axis_types=(AxisType.Auto,)))
+    links_worker.serve(backend, backend.make_barrier(), host, hosts)
+
+
+if __name__ == "__main__":
+    main()
