@@ -48,9 +48,9 @@ def write(out: Path, rows: Rows, labels: dict[str, str], *, command: str, machin
         f"Machine: {machine}. Hosts are network namespaces on it and share its cores.",
         "",
         "Step time in ms: median (minimum - maximum) of the slowest host; `x`: the median of "
-        f"{labels[next(iter(labels))]} over the arm's. MB: what left the interface per "
-        "step, the most of any host; barriers between steps (under 1 kB) and acknowledgements are in it. PyTorch's arms are called DDP, and the "
-        "1-bit all-reduce is a port.",
+        f"{labels[next(iter(labels))]} over the arm's. MB: what left the interface per step, the most of any "
+        "host; barriers between steps (under 1 kB) and acknowledgements are in it. PyTorch's arms are called "
+        "DDP, and the 1-bit all-reduce is a port.",
     ]
     for count in hosts:
         for shapes in dict.fromkeys(row["shapes"] for row in rows):

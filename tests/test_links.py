@@ -13,10 +13,17 @@ import pytest
 from experiments import links, links_report, links_worker, testbed
 
 REASON = testbed.why_unavailable()
-COLUMNS = (
-    "arm hosts rate shapes gradient_bytes step_seconds_median step_seconds_min step_seconds_max "
-    "tx_bytes_per_step"
-).split()
+COLUMNS = [
+    "arm",
+    "hosts",
+    "rate",
+    "shapes",
+    "gradient_bytes",
+    "step_seconds_median",
+    "step_seconds_min",
+    "step_seconds_max",
+    "tx_bytes_per_step",
+]
 
 
 # ------------------------------------------------------------------------------------------ shapes
