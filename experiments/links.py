@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -94,6 +95,9 @@ class Config:
     """Folder for README.md, summary.json and plots; experiments/results/<date>-links by default."""
     rounds: int = 5
     """Turns of every arm in a cell; a turn counts up to 5 steps, fewer where steps are slow."""
+    keep_memory: bool = False
+    """Tell glibc in all workers to keep what is freed. Else an array or XLA buffer above 32 MiB is mapped
+    anew at every step, and its page faults are in the step's time."""
     torch_venv: Path = Path("runs/links-torch-venv")
     """Virtual environment for PyTorch; made if it is not there."""
 
@@ -118,10 +122,12 @@ class Config:
 class Workers:
     """The workers of one library, one on every host, asked all at once."""
 
-    def __init__(self, bed: testbed.Testbed, runtime: str, python: Path) -> None:
+    def __init__(self, bed: testbed.Testbed, runtime: str, python: Path, keep_memory: bool) -> None:
         self._pool = concurrent.futures.ThreadPoolExecutor(bed.hosts)
         self._logs: list[IO[str]] = [tempfile.TemporaryFile("w+") for _ in range(bed.hosts)]  # noqa: SIM115, closed in close()
         env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        if keep_memory:
+            env |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
         if runtime == "torch":
             env["OMP_NUM_THREADS"] = "1"  # as torchrun sets it where several processes share a machine
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -158,14 +164,15 @@ class Workers:
         tail = "".join(self._logs[host].readlines()[-25:])
         raise RuntimeError(f"links: the worker on host {host} ended with {process.returncode}:\n{tail}")
 
-    def close(self) -> None:
-        """Lets the workers end; whoever does not is ended with the testbed."""
+    def close(self, patience_seconds: float) -> None:
+        """Lets the workers end; whoever does not in time is ended with the testbed."""
+        deadline = time.monotonic() + patience_seconds
         for process in self._processes:
             with contextlib.suppress(OSError):
                 cast(IO[str], process.stdin).close()
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                process.wait(max(deadline - time.monotonic(), 0))
                 cast(IO[str], process.stdout).close()
         for log in self._logs:
             log.close()
@@ -173,14 +180,20 @@ class Workers:
 
 
 @contextlib.contextmanager
-def start_workers(bed: testbed.Testbed, runtimes: dict[str, Path]) -> Iterator[dict[str, Workers]]:
+def start_workers(
+    bed: testbed.Testbed, pythons: dict[str, Path], keep_memory: bool
+) -> Iterator[dict[str, Workers]]:
     """Workers by runtime, from the Python to run each with."""
-    with contextlib.ExitStack() as stack:
-        workers = {}
-        for runtime, python in runtimes.items():
-            workers[runtime] = Workers(bed, runtime, python)
-            stack.callback(workers[runtime].close)
+    workers: dict[str, Workers] = {}
+    patience_seconds = 0.0
+    try:
+        for runtime, python in pythons.items():
+            workers[runtime] = Workers(bed, runtime, python, keep_memory)
         yield workers
+        patience_seconds = 10.0
+    finally:
+        for group in workers.values():
+            group.close(patience_seconds)
 
 
 def find_pythons(config: Config) -> dict[str, Path]:
@@ -299,6 +312,7 @@ def run(config: Config) -> list[dict[str, Any]]:
         for hosts in config.hosts
         for shapes in config.shapes
     }
+    keep = config.keep_memory
     num_turns = 1 + len(config.rates) * (config.rounds + 1)
     rows: list[dict[str, Any]] = []
     columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
@@ -310,7 +324,7 @@ def run(config: Config) -> list[dict[str, Any]]:
             shown.update(task, advance=1, description=text)
 
         for hosts in config.hosts:
-            with testbed.open_testbed(hosts) as bed, start_workers(bed, pythons) as workers:
+            with testbed.open_testbed(hosts) as bed, start_workers(bed, pythons, keep) as workers:
                 for shapes in config.shapes:
                     turns: dict[tuple[str, str], Any] = {}
                     for batch in batches[hosts, shapes]:
