@@ -44,6 +44,7 @@ from experiments.links_worker import SHAPES, gradient_bytes
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
 ANSWER_SECONDS = 900.0
+WARMUP_STEPS = 4  # DDP forms its buckets anew after the first, PowerSGD compresses from the third on
 
 # =============================================================================================== arms
 
@@ -219,10 +220,10 @@ Turn = tuple[list[float], list[float]]
 def make_batches(arms: Sequence[str], hosts: int, shapes: str, memory_bytes: int) -> list[list[str]]:
     """Arms that fit into memory together; where not all do, every batch has the baseline.
 
-    An arm keeps up to two gradients (residuals, buckets), a worker up to six more while it works.
+    Measured: an arm keeps 1 to 2 gradients (residuals, buckets), JAX's worker 6 and PyTorch's 4 more at work.
     """
     gradient = gradient_bytes(shapes) * hosts
-    room = max(int((0.75 * memory_bytes - 12 * gradient) / (1.5 * gradient)), 2)
+    room = max(int((0.8 * memory_bytes - 12 * gradient) / (1.6 * gradient)), 2)
     if len(arms) <= room:
         return [list(arms)]
     rest = arms[1:]
@@ -241,7 +242,7 @@ def measure_batch(
     bed.set_rate("none")
     for arm in arms:
         bar(f"{bed.hosts} hosts, {shapes}: preparing {arm}")
-        answers = workers[runtime_of(arm)].ask(do="prepare", arm=arm, shapes=shapes, steps=5)
+        answers = workers[runtime_of(arm)].ask(do="prepare", arm=arm, shapes=shapes, steps=WARMUP_STEPS)
         check_prepared(arm, answers)
     turns: dict[tuple[str, str], list[Turn]] = {}
     for rate in config.rates:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -103,7 +102,7 @@ class JaxBackend:
         if name == "pmean":
             return JaxArm(self.map(lambda tree, *_: (lax.pmean(_local(tree), AXIS), ()), P()), values, ())
         profile, hosts = PROFILES[name.removesuffix("-pinned")], self.mesh.size
-        params = {path: jnp.zeros(array.shape[1:]) for path, array in values.tree.items()}
+        params: Any = {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in values.tree.items()}
         tx = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=hosts)
         if name.endswith("-pinned"):
             routes = nf_jax.step_info(tx.init(params)).next_routes.tolist()

@@ -56,7 +56,7 @@ class _Give(torch.autograd.Function):
 class _Model(torch.nn.Module):
     def __init__(self, values: list[torch.Tensor]) -> None:
         super().__init__()
-        self.weights = torch.nn.ParameterList(torch.zeros_like(value) for value in values)
+        self.weights = torch.nn.ParameterList(torch.empty_like(value) for value in values)  # never read
         self.values = values
 
     def forward(self) -> torch.Tensor:
