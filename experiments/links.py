@@ -141,9 +141,10 @@ class Workers:
     def ask(self, **message: Any) -> list[dict[str, Any]]:
         """Every host's answer, in order."""
         for process in self._processes:
-            assert process.stdin
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended; reading says why
+                stdin = cast(IO[str], process.stdin)
+                stdin.write(json.dumps(message) + "\n")
+                stdin.flush()
         return self._read()
 
     def _read(self) -> list[dict[str, Any]]:
@@ -236,12 +237,17 @@ def measure_batch(
     arms: Sequence[str],
     shapes: str,
     config: Config,
-    bar: Any,
+    shown: progress.Progress,
 ) -> dict[tuple[str, str], list[Turn]]:
     """All turns by (rate, arm)."""
+    task = shown.task_ids[0]
+
+    def bar(text: str) -> None:
+        shown.update(task, advance=1, description=f"{bed.hosts} hosts, {shapes}, {text}")
+
     bed.set_rate("none")
     for arm in arms:
-        bar(f"{bed.hosts} hosts, {shapes}: preparing {arm}")
+        bar(f"preparing {arm}")
         answers = workers[runtime_of(arm)].ask(do="prepare", arm=arm, shapes=shapes, steps=WARMUP_STEPS)
         check_prepared(arm, answers)
     turns: dict[tuple[str, str], list[Turn]] = {}
@@ -250,7 +256,7 @@ def measure_batch(
         plans = {}
         for number in range(config.rounds + 1):
             for arm in arms:
-                bar(f"{bed.hosts} hosts, {shapes}, {rate}: {arm}")
+                bar(f"{rate}: {arm}")
                 plan = plans.get(arm, {"uncounted": 0, "counted": 1})
                 answers = workers[runtime_of(arm)].ask(do="turn", arm=arm, **plan)
                 seconds = [max(steps) for steps in zip(*(a["seconds"] for a in answers), strict=True)]
@@ -259,6 +265,9 @@ def measure_batch(
                     turns.setdefault((rate, arm), []).append((seconds, sent))
                 else:  # after a change of rate TCP adapts: this turn only says how long steps take
                     plans[arm] = plan_turn(seconds[0])
+        medians = {arm: statistics.median(s for turn in turns[rate, arm] for s in turn[0]) for arm in arms}
+        texts = (f"{ARMS[arm].label} {1e3 * median:.4g} ms" for arm, median in medians.items())
+        shown.console.print(f"{bed.hosts} hosts, {shapes}, {rate}: {'; '.join(texts)}")
     for group in workers.values():
         group.ask(do="drop")
     return turns
@@ -319,17 +328,13 @@ def run(config: Config) -> list[dict[str, Any]]:
     columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
     with progress.Progress(*columns, transient=True) as shown:
         total = sum(len(batch) for cell in batches.values() for batch in cell) * num_turns
-        task = shown.add_task("links", total=total)
-
-        def bar(text: str) -> None:
-            shown.update(task, advance=1, description=text)
-
+        shown.add_task("links", total=total)
         for hosts in config.hosts:
             with testbed.open_testbed(hosts) as bed, start_workers(bed, pythons, keep) as workers:
                 for shapes in config.shapes:
                     turns: dict[tuple[str, str], Any] = {}
                     for batch in batches[hosts, shapes]:
-                        for key, more in measure_batch(bed, workers, batch, shapes, config, bar).items():
+                        for key, more in measure_batch(bed, workers, batch, shapes, config, shown).items():
                             turns[key] = turns.get(key, []) + more
                     rows += [make_row(arm, hosts, rate, shapes, t) for (rate, arm), t in turns.items()]
                     (out / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
