@@ -244,7 +244,8 @@ def test_the_next_start_removes_what_a_killed_one_left():
     process.kill()
     process.wait(timeout=20)
     assert process.stdout and process.stderr
-    process.stdout.close(), process.stderr.close()  # what it left holds the other ends: no communicate()
+    for pipe in (process.stdout, process.stderr):
+        pipe.close()  # what it left holds the other ends: no communicate()
     assert len(namespaces(name)) == 3 and is_alive(pid)
     with testbed.open_testbed(1):
         wait_until(lambda: not is_alive(pid))
