@@ -161,7 +161,8 @@ def feedback_codec(segment: segments.Segment) -> CodecPrograms:
     levels, tie = codecs.LEVELS["majority"], jnp.asarray(True)
 
     def scale(gradient: jax.Array, residual: jax.Array) -> jax.Array:
-        return segments.local_scale(jnp.abs(gradient + residual), segment.scale)
+        again, kept = lax.optimization_barrier((gradient, residual))
+        return segments.local_scale(jnp.abs(gradient + residual), jnp.abs(again + kept), scale=segment.scale)
 
     def pack(gradient: jax.Array, residual: jax.Array) -> jax.Array:
         positive = codecs.is_positive(gradient + residual, tie)

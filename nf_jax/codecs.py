@@ -36,8 +36,9 @@ def pack_bits(bits: Array) -> Array:
       `uint32[..., n // 32]`.
     """
     *lead, num = bits.shape
-    blocks = bits.reshape(*lead, num // BLOCK, WORD_BITS, LANE_WORDS).astype(jnp.uint32)
-    words = jnp.sum(blocks << _bit_index(), axis=-2, dtype=jnp.uint32)
+    blocks = bits.reshape(*lead, num // BLOCK, WORD_BITS, LANE_WORDS)
+    placed = jnp.where(blocks, jnp.uint32(1) << _bit_index(), jnp.uint32(0))
+    words = jnp.sum(placed, axis=-2, dtype=jnp.uint32)
     return _materialized(words.reshape(*lead, num // WORD_BITS))
 
 
@@ -58,7 +59,7 @@ def unpack_bits(words: Array) -> Array:
 
 def is_positive(values: Array, tie: Array) -> Array:
     """The sign bit of `values`; exact zeros follow `tie` (`bool[]`), so that over steps they have no bias."""
-    return (values > 0) | ((values == 0) & tie)
+    return values >= jnp.where(tie, jnp.float32(0), jnp.finfo(jnp.float32).tiny)
 
 
 def random_words(seed: Array, num_words: int) -> Array:

@@ -138,12 +138,18 @@ def wide_gradients(given: Given) -> list[Array]:
     return [gradient.astype(jnp.float32) for gradient in given.gradients]
 
 
-def add_residuals(group: Group, given: Given) -> list[Array]:
-    """Gradient + residual, stacked. Written out once: four passes read it, and XLA would add anew in each."""
-    stacks = stack_leaves(group, wide_gradients(given))
-    if given.residuals is not None:
-        stacks = [stack + residual for stack, residual in zip(stacks, given.residuals, strict=True)]
-    return lax.optimization_barrier(stacks)
+def add_residuals(stacks: Sequence[Array], given: Given, reader: int = 0) -> list[Array]:
+    """Gradient + residual, in stacks, added anew for each `reader`.
+
+    XLA adds while it reads, and a sum that several share is written out, as large as the gradient. Behind
+    barriers, of another number for each reader, it does not find out that the sums are equal.
+    """
+    if given.residuals is None:
+        return list(stacks)
+    operands = list(stacks), list(given.residuals)
+    for _ in range(reader):
+        operands = lax.optimization_barrier(operands)
+    return [stack + residual for stack, residual in zip(*operands, strict=True)]
 
 
 def new_residuals(

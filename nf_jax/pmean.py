@@ -274,8 +274,8 @@ def _empty_carry(group: Group, given: Given, axis: collectives.Where, keep_sent:
     arrived = jax.tree.map(lambda x: collectives.vary_like(x, given.gradients[0], axis), arrived)
     return _Carry(
         jnp.asarray(True),
-        list(given.residuals or []),
-        list(given.server or []),
+        [collectives.vary_like(stack, given.gradients[0]) for stack in given.residuals or []],
+        [collectives.vary_like(part, given.gradients[0]) for part in given.server or []],
         *arrived,
         stack_leaves(group, wide_gradients(given)) if keep_sent else [],
     )

@@ -58,7 +58,7 @@ def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[li
     """
     local = stack_leaves(group, wide_gradients(given))
     if group.codec.on_fallback == "drain":
-        local = add_residuals(group, given)
+        local = add_residuals(local, given)
         if given.server is not None:
             owed = _owed(group, given.server, axis)
             local = [stack + part for stack, part in zip(local, owed, strict=True)]
@@ -86,7 +86,7 @@ def _owed(group: Group, server: Sequence[Array], axis: collectives.Where) -> lis
 
 def send_bf16(group: Group, given: Given, axis: collectives.Where) -> Sent:
     """Two bytes an element both ways, summed in f32; both roundings have their residual."""
-    corrected = add_residuals(group, given)
+    corrected = add_residuals(stack_leaves(group, wide_gradients(given)), given)
     words = [codecs.to_bf16_words(stack) for stack in corrected]
     sent = [codecs.from_bf16_words(stack) for stack in words]
     received = collectives.exchange(cut_shards(group, words), axis)

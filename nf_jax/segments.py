@@ -107,11 +107,12 @@ def from_shards(shards: Array, segment: Segment) -> Array:
 # ----------------------------------------------------------------------------------------------- scales
 
 
-def local_scale(magnitude: Array, scale: str) -> Array:
+def local_scale(magnitude: Array, again: Array | None = None, *, scale: str) -> Array:
     """One worker's scale of a leaf: means of |values| over the leaf, its rows, its columns, or both.
 
     Args:
       magnitude: `f32[*Segment.matrix_shape]`, |gradient + residual|.
+      again: the same, made anew: XLA can compute it while it reads, where nothing else uses it.
       scale: "leaf", "row", "channel" (a column is an output channel) or "rank1".
 
     Returns:
@@ -120,7 +121,8 @@ def local_scale(magnitude: Array, scale: str) -> Array:
     if scale == "leaf":
         return jnp.mean(magnitude).reshape(1)
     by_row = jnp.mean(magnitude, axis=1) if scale in ("row", "rank1") else None
-    by_col = jnp.mean(magnitude, axis=0) if scale in ("channel", "rank1") else None
+    again = magnitude if again is None else again
+    by_col = jnp.mean(again, axis=0) if scale in ("channel", "rank1") else None
     return jnp.concatenate([part for part in (by_row, by_col) if part is not None])
 
 

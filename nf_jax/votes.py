@@ -7,6 +7,7 @@ majority vote (arXiv 1810.05291), 1-bit Adam's two phases (2102.02888), error fe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -52,25 +53,28 @@ def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bo
 
     Gated, an element below `gate` times the scale counts as zero.
     """
-    corrected = add_residuals(group, given)
-    agreed, mean_squared = _agree_on_scales(group, given, corrected, axis)
+    gradients = stack_leaves(group, wide_gradients(given))
+    agreed, mean_squared = _agree_on_scales(group, given, gradients, axis)
     factors = _factors(group, agreed, gated)
     tie = (given.seed & jnp.uint32(1)) != 0
-    voted = [
-        _vote(stack, row, col, group.codec, tie, gated)
-        for stack, (row, col) in zip(corrected, factors, strict=True)
+    bits = [
+        _vote_bits(stack, row * col, group.codec, tie, gated)
+        for stack, (row, col) in zip(add_residuals(gradients, given, reader=2), factors, strict=True)
     ]
-    planes = [
-        codecs.pack_bits(cut_shards(group, [bits[p] for bits, _ in voted])) for p in range(2 if gated else 1)
-    ]
-    votes = collectives.exchange(jnp.stack(planes, axis=1), axis)
+    words = jnp.stack([codecs.pack_bits(cut_shards(group, plane)) for plane in zip(*bits, strict=True)], 1)
+    votes = collectives.exchange(words, axis)
     votes = votes.reshape(-1, votes.shape[2])
 
-    sent = [values for _, values in voted]
+    # Decoded from the words, not decided anew: so residuals are written, in place, after all have read them.
+    sent = [
+        values * (row * col)
+        for values, (row, col) in zip(decode_stacks(group, words, 1, _decode_vote), factors, strict=True)
+    ]
+    corrected = add_residuals(gradients, given, reader=3)
     residuals, squared = new_residuals(group, given, corrected, sent)
-    words, levels, server, agreeing = _reduce_votes(group, given, votes, factors, axis)
+    down, levels, server, agreeing = _reduce_votes(group, given, votes, factors, axis)
     numbers = lax.bitcast_convert_type(jnp.concatenate([levels, agreeing, squared]), jnp.uint32)
-    gathered = collectives.gather(jnp.concatenate([words.reshape(-1), numbers]), axis)
+    gathered = collectives.gather(jnp.concatenate([down.reshape(-1), numbers]), axis)
 
     num_lanes = len(group.lanes)
     agreeing, squared = jnp.split(as_f32(gathered[:, -2 * num_lanes :]).sum(0), 2)
@@ -92,17 +96,15 @@ def payload_shapes(group: Group, num_workers: int, *, gated: bool) -> tuple[jax.
 
 
 def _agree_on_scales(
-    group: Group, given: Given, corrected: Sequence[Array], axis: collectives.Where
+    group: Group, given: Given, gradients: Sequence[Array], axis: collectives.Where
 ) -> tuple[Array, Array]:
     """All scales in one vector, and an estimate of each lane's squared mean gradient norm, `f32[lanes]`."""
+    by_row, by_col = add_residuals(gradients, given), add_residuals(gradients, given, reader=1)
     scales = [
-        jax.vmap(lambda matrix, scale=segment.scale: segments.local_scale(jnp.abs(matrix), scale))(stack)
-        for stack, segment in zip(corrected, group.stack_segments, strict=True)
+        jax.vmap(functools.partial(segments.local_scale, scale=segment.scale))(jnp.abs(one), jnp.abs(other))
+        for one, other, segment in zip(by_row, by_col, group.stack_segments, strict=True)
     ]
-    sketches = [
-        jax.vmap(segments.sketch, (0, None))(stack, given.seed)
-        for stack in stack_leaves(group, wide_gradients(given))
-    ]
+    sketches = [jax.vmap(segments.sketch, (0, None))(stack, given.seed) for stack in gradients]
     sketched = sum_by_lane(group, jnp.concatenate(sketches))
     local = jnp.concatenate([part.reshape(-1) for part in (*scales, sketched)])
     agreed, sketched = jnp.split(collectives.agree(local, axis), [local.size - sketched.size])
@@ -122,19 +124,24 @@ def _factors(group: Group, agreed: Array, gated: bool) -> Factors:
     return factors
 
 
-def _vote(
-    corrected: Array, row: Array, col: Array, codec: Codec, tie: Array, gated: bool
-) -> tuple[list[Array], Array]:
-    """The bit planes that a worker sends of a stack, and the values they stand for."""
-    level = row * col
+def _vote_bits(corrected: Array, level: Array, codec: Codec, tie: Array, gated: bool) -> list[Array]:
+    """The bit planes that a worker sends of a stack.
+
+    Gated, they are the votes "is positive" and "is not negative": both set +1, both clear -1, one of them 0.
+    """
     if not gated:
-        positive = codecs.is_positive(corrected, tie)
-        return [positive], jnp.where(positive, level, -level)
+        return [codecs.is_positive(corrected, tie)]
     threshold = level * jnp.float32(codec.gate / codecs.gated_level(codec.gate))
-    positive, negative = corrected > threshold, corrected < -threshold
-    sent = jnp.where(positive, level, jnp.where(negative, -level, level * jnp.float32(0)))
-    # Votes "is positive" and "is not negative": both set +1, both clear -1, one of them 0.
-    return [positive, ~negative], sent
+    return [corrected > threshold, ~(corrected < -threshold)]
+
+
+def _decode_vote(words: Array) -> Array:
+    """What one worker's words say, `uint32[..., planes, m]` -> `f32[..., 32 * m]`, in units of the level."""
+    bits = [codecs.unpack_bits(words[..., plane, :]) for plane in range(words.shape[-2])]
+    one, zero = jnp.float32(1), jnp.float32(0)
+    if len(bits) == 1:
+        return jnp.where(bits[0], one, -one)
+    return jnp.where(bits[0], one, jnp.where(bits[1], zero, -one))
 
 
 # --------------------------------------------------------------------------------------------- reducing

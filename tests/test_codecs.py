@@ -245,7 +245,7 @@ def full_scale(magnitude: np.ndarray, scale: str) -> np.ndarray:
 
 
 def factors_of(magnitude: np.ndarray, segment: Segment) -> tuple[jax.Array, jax.Array]:
-    return segments.scale_factors(segments.local_scale(jnp.asarray(magnitude), segment.scale), segment)
+    return segments.scale_factors(segments.local_scale(jnp.asarray(magnitude), scale=segment.scale), segment)
 
 
 @pytest.mark.parametrize("scale", ["leaf", "row", "channel", "rank1"])
@@ -253,7 +253,7 @@ def test_scales_are_means_of_magnitudes(scale: str):
     segment = make_segment((37, 50), 3, scale)
     magnitude = np.abs(values_of(segment)) * np.geomspace(1e-3, 1e3, segment.rows)[:, None]
     magnitude = magnitude.astype(np.float32)
-    numbers = segments.local_scale(jnp.asarray(magnitude), segment.scale)
+    numbers = segments.local_scale(jnp.asarray(magnitude), scale=segment.scale)
     assert numbers.shape == (segment.scale_size,) and numbers.dtype == jnp.float32
     row, col = factors_of(magnitude, segment)
     np.testing.assert_allclose(
