@@ -96,6 +96,8 @@ class Config:
     """Folder for README.md, summary.json and plots; experiments/results/<date>-links by default."""
     rounds: int = 5
     """Turns of every arm in a cell; a turn counts up to 5 steps, fewer where steps are slow."""
+    devices: int = 1
+    """Devices of every host, for JAX; nf_jax's arms then average exactly inside a host and route between."""
     keep_memory: bool = False
     """Tell glibc in all workers to keep what is freed. Else an array or XLA buffer above 32 MiB is mapped
     anew at every step, and its page faults are in the step's time."""
@@ -113,8 +115,11 @@ class Config:
                 raise ValueError(f"{name}: expected at least one and no repeats, got {values}")
         if min(self.hosts) < 2:
             raise ValueError(f"hosts: expected at least 2 each, got {self.hosts}")
-        if self.rounds < 1:
-            raise ValueError(f"rounds: expected at least 1, got {self.rounds}")
+        for name in ("rounds", "devices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.devices > 1 and any(runtime_of(arm) == "torch" for arm in self.arms):
+            raise ValueError("devices: PyTorch's arms have one device per host; choose other --arms")
 
 
 # ============================================================================================ workers
@@ -123,11 +128,12 @@ class Config:
 class Workers:
     """The workers of one library, one on every host, asked all at once."""
 
-    def __init__(self, bed: testbed.Testbed, runtime: str, python: Path, keep_memory: bool) -> None:
+    def __init__(self, bed: testbed.Testbed, runtime: str, python: Path, config: Config) -> None:
         self._pool = concurrent.futures.ThreadPoolExecutor(bed.hosts)
         self._logs: list[IO[str]] = [tempfile.TemporaryFile("w+") for _ in range(bed.hosts)]  # noqa: SIM115, closed in close()
         env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        if keep_memory:
+        env["NF_JAX_DEVICES_PER_HOST"] = str(config.devices)
+        if config.keep_memory:
             env |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
         if runtime == "torch":
             env["OMP_NUM_THREADS"] = "1"  # as torchrun sets it where several processes share a machine
@@ -183,14 +189,14 @@ class Workers:
 
 @contextlib.contextmanager
 def start_workers(
-    bed: testbed.Testbed, pythons: dict[str, Path], keep_memory: bool
+    bed: testbed.Testbed, pythons: dict[str, Path], config: Config
 ) -> Iterator[dict[str, Workers]]:
     """Workers by runtime, from the Python to run each with."""
     workers: dict[str, Workers] = {}
     patience_seconds = 0.0
     try:
         for runtime, python in pythons.items():
-            workers[runtime] = Workers(bed, runtime, python, keep_memory)
+            workers[runtime] = Workers(bed, runtime, python, config)
         yield workers
         patience_seconds = 10.0
     finally:
@@ -322,7 +328,6 @@ def run(config: Config) -> list[dict[str, Any]]:
         for hosts in config.hosts
         for shapes in config.shapes
     }
-    keep = config.keep_memory
     num_turns = 1 + len(config.rates) * (config.rounds + 1)
     rows: list[dict[str, Any]] = []
     columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
@@ -330,7 +335,7 @@ def run(config: Config) -> list[dict[str, Any]]:
         total = sum(len(batch) for cell in batches.values() for batch in cell) * num_turns
         shown.add_task("links", total=total)
         for hosts in config.hosts:
-            with testbed.open_testbed(hosts) as bed, start_workers(bed, pythons, keep) as workers:
+            with testbed.open_testbed(hosts) as bed, start_workers(bed, pythons, config) as workers:
                 for shapes in config.shapes:
                     turns: dict[tuple[str, str], Any] = {}
                     for batch in batches[hosts, shapes]:

@@ -1,7 +1,8 @@
 """The JAX arms of the link benchmark: `lax.pmean` and every route of nf_jax. Started by `experiments.links`.
 
-Each runs as it would in training: jit of shard_map over one device per process, the state carried from step
-to step and donated, error feedback and health on, the loss handed in.
+Each runs as it would in training: jit of shard_map over the devices of all processes, the state carried from
+step to step and donated, error feedback and health on, the loss handed in. Hosts of several devices are two
+levels to nf_jax's arms; `lax.pmean` averages over all devices at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from experiments import links_worker
 from nf_jax import Profile, Route
 from nf_jax.profile import Codec, HealthLimits, Phase, Region
 
-AXIS = "hosts"
+AXES = ("hosts", "devices")
 
 # ========================================================================================== profiles
 
@@ -48,7 +49,7 @@ PROFILES: dict[str, Profile] = {
 
 
 class Values(NamedTuple):
-    """Attributes: first: path of the first array; tree: [hosts, *shape], split; loss: [hosts], split."""
+    """Attributes: first: path of the first array; tree: [workers, *shape], split; loss: [workers], split."""
 
     first: str
     tree: dict[str, jax.Array]
@@ -83,15 +84,15 @@ class JaxArm:
 
 
 class JaxBackend:
-    """One device per process, all of them in a mesh with one axis."""
+    """The devices of every process are a row of the mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
     def place(self, array: np.ndarray) -> jax.Array:
-        """This host's part of an array `[hosts, ...]`."""
-        split = NamedSharding(self.mesh, P(AXIS))
-        return jax.make_array_from_process_local_data(split, array[None])
+        """This host's part of an array `[workers, ...]`; its devices hold the same."""
+        split, devices = NamedSharding(self.mesh, P(AXES)), self.mesh.shape["devices"]
+        return jax.make_array_from_process_local_data(split, np.stack([array] * devices))
 
     def load(self, values: dict[str, np.ndarray]) -> Values:
         tree = {path: self.place(array) for path, array in values.items()}
@@ -100,28 +101,32 @@ class JaxBackend:
     def make_arm(self, name: str, values: Values) -> JaxArm:
         """`-pinned`: with the routes compiled in that the controller starts with, no switch."""
         if name == "pmean":
-            return JaxArm(self.map(lambda tree, *_: (lax.pmean(_local(tree), AXIS), ()), P()), values, ())
-        profile, hosts = PROFILES[name.removesuffix("-pinned")], self.mesh.size
+            return JaxArm(self.map(lambda tree, *_: (lax.pmean(_local(tree), AXES), ()), P()), values, ())
+        profile, shape = (
+            PROFILES[name.removesuffix("-pinned")],
+            (self.mesh.shape["hosts"], self.mesh.shape["devices"]),
+        )
+        level: dict[str, Any] = dict(axis=AXES, num_workers=shape)
         params: Any = {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in values.tree.items()}
-        tx = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=hosts)
+        tx = nf_jax.aggregate_gradients(profile, **level)
         if name.endswith("-pinned"):
             routes = nf_jax.step_info(tx.init(params)).next_routes.tolist()
-            tx = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=hosts, routes=routes)
+            tx = nf_jax.aggregate_gradients(profile, **level, routes=routes)
 
         def update(tree: Any, loss: jax.Array, state: Any) -> Any:
             return tx.update(_local(tree), state, value=loss[0])
 
-        state = nf_jax.shard_state(tx.init(params), self.mesh)
-        return JaxArm(self.map(update, nf_jax.state_spec(state, AXIS)), values, state)
+        state = nf_jax.shard_state(tx.init(params), self.mesh, AXES)
+        return JaxArm(self.map(update, nf_jax.state_spec(state, AXES)), values, state)
 
     def map(self, body: Any, state_spec: Any) -> Any:
-        specs = {"in_specs": (P(AXIS), P(AXIS), state_spec), "out_specs": (P(), state_spec)}
+        specs = {"in_specs": (P(AXES), P(AXES), state_spec), "out_specs": (P(), state_spec)}
         return jax.jit(jax.shard_map(body, mesh=self.mesh, **specs), donate_argnums=2)
 
     def make_barrier(self) -> Callable[[], None]:
         token = self.place(np.zeros((), np.int32))
-        body = lambda x: lax.psum(x[0], AXIS)  # noqa: E731
-        count = jax.jit(jax.shard_map(body, mesh=self.mesh, in_specs=P(AXIS), out_specs=P()))
+        body = lambda x: lax.psum(x[0], AXES)  # noqa: E731
+        count = jax.jit(jax.shard_map(body, mesh=self.mesh, in_specs=P(AXES), out_specs=P()))
         return lambda: jax.block_until_ready(count(token)) and None
 
 
@@ -135,10 +140,11 @@ def _local(tree: Any) -> Any:
 def main() -> None:
     host, hosts = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_num_cpu_devices", int(os.environ["NF_JAX_DEVICES_PER_HOST"]))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], hosts, host)
-    backend = JaxBackend(jax.make_mesh((hosts,), (AXIS,), axis_types=(AxisType.Auto,)))
+    shape = (hosts, jax.local_device_count())
+    backend = JaxBackend(jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2))
     links_worker.serve(backend, backend.make_barrier(), host, hosts)
 
 

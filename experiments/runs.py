@@ -28,6 +28,7 @@ from nf_jax import Profile, Route, processes, trace, training
 
 Policy = Literal["fp32", "bf16", "static", "guided"]
 AXIS = "batch"
+LEVELS = ("hosts", "devices")  # the axes of a mesh with two levels
 
 # ============================================================================================ config
 
@@ -54,6 +55,8 @@ class Config:
     """Each decides initial parameters and the order of the examples, alike for all policies."""
     devices: int = 8
     """Workers in all processes together, as virtual CPU devices by default."""
+    devices_per_host: int = 1
+    """Workers that average exactly among themselves: only the means of hosts are routed, between hosts."""
     parallel: Literal["pmap", "shard_map"] = "pmap"
     """How the step is mapped over the workers."""
     weight_decay: float = 1e-4
@@ -66,13 +69,28 @@ class Config:
     """The processes of the run."""
 
     def __post_init__(self) -> None:
-        counts = ("steps", "per_worker_batch", "devices", "num_evaluations")
+        counts = ("steps", "per_worker_batch", "devices", "devices_per_host", "num_evaluations")
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         for name in ("policies", "seeds"):
             if not (values := getattr(self, name)) or len(set(values)) != len(values):
                 raise ValueError(f"{name}: expected at least one and no repeats, got {values}")
+        if self.devices % self.devices_per_host:
+            raise ValueError(
+                f"devices_per_host: expected a divisor of devices={self.devices}, got {self.devices_per_host}"
+            )
+
+    @property
+    def num_workers(self) -> int | tuple[int, int]:
+        """As `aggregate_gradients` takes it: a pair for two levels."""
+        inner = self.devices_per_host
+        return self.devices if inner == 1 else (self.devices // inner, inner)
+
+    @property
+    def axis(self) -> str | tuple[str, str]:
+        """What the workers lie along; pmap has one axis, whose members are grouped."""
+        return LEVELS if self.devices_per_host > 1 and self.parallel == "shard_map" else AXIS
 
 
 POLICIES: dict[Policy, Callable[[Config], Profile]] = {
@@ -145,9 +163,11 @@ def own_rows(devices: Sequence[Any]) -> list[int]:
     return [row for row, device in enumerate(devices) if device.process_index == jax.process_index()]
 
 
-def map_with_pmap(devices: Sequence[Any], loss_fn: training.LossFn, state: Any) -> Mapped:
+def map_with_pmap(
+    devices: Sequence[Any], loss_fn: training.LossFn, state: Any, devices_per_host: int = 1
+) -> Mapped:
     """`replicate` is told the axis: under its own name for it, the second step compiles anew."""
-    del state
+    del state, devices_per_host
     own = [devices[row] for row in own_rows(devices)]
     return Mapped(
         step=training.pmap_step(loss_fn, axis=AXIS, devices=devices),
@@ -156,10 +176,15 @@ def map_with_pmap(devices: Sequence[Any], loss_fn: training.LossFn, state: Any) 
     )
 
 
-def map_with_shard_map(devices: Sequence[Any], loss_fn: training.LossFn, state: Any) -> Mapped:
-    mesh = Mesh(np.asarray(devices), (AXIS,))
-    mapped = training.shard_map_step(loss_fn, mesh, state, axis=AXIS)
-    split = NamedSharding(mesh, PartitionSpec(AXIS))
+def map_with_shard_map(
+    devices: Sequence[Any], loss_fn: training.LossFn, state: Any, devices_per_host: int = 1
+) -> Mapped:
+    if devices_per_host == 1:
+        mesh, axis = Mesh(np.asarray(devices), (AXIS,)), AXIS
+    else:
+        mesh, axis = Mesh(np.asarray(devices).reshape(-1, devices_per_host), LEVELS), LEVELS
+    mapped = training.shard_map_step(loss_fn, mesh, state, axis=axis)
+    split = NamedSharding(mesh, PartitionSpec(axis))
 
     def spread(leaf: np.ndarray) -> jax.Array:
         own = leaf.reshape(-1, *leaf.shape[2:])
@@ -167,7 +192,7 @@ def map_with_shard_map(devices: Sequence[Any], loss_fn: training.LossFn, state: 
 
     return Mapped(
         step=lambda state, batch: mapped(state, jax.tree.map(spread, batch)),
-        place=lambda fresh: training.place(fresh, mesh, AXIS),
+        place=lambda fresh: training.place(fresh, mesh, axis),
         local=lambda leaf: leaf.addressable_data(0),
     )
 
@@ -188,7 +213,7 @@ def make_optimizer(config: Config, profile: Profile) -> optax.GradientTransforma
     """The same for every policy, but for how gradients are averaged."""
     schedule = optax.cosine_decay_schedule(config.learning_rate, config.steps)
     return optax.chain(
-        nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=config.devices),
+        nf_jax.aggregate_gradients(profile, axis=config.axis, num_workers=config.num_workers),
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(schedule, weight_decay=config.weight_decay),
     )
@@ -207,10 +232,10 @@ def run_policy(config: Config, task: Task, policy: Policy, tick: Callable[[str],
         return state.replace(step=jnp.int32(0))  # Flax's Python int would compile anew
 
     shapes = jax.eval_shape(init, 0)
-    plan = nf_jax.plan(profile, shapes.params, config.devices)
+    plan = nf_jax.plan(profile, shapes.params, config.num_workers)
     processes.check_agreement(profile, plan, config=describe_shared(config), policy=policy)
     devices = jax.devices()[: config.devices]
-    mapped = MAPPINGS[config.parallel](devices, task.loss_fn, shapes)
+    mapped = MAPPINGS[config.parallel](devices, task.loss_fn, shapes, config.devices_per_host)
     evaluate = jax.jit(lambda params: task.loss_fn(params, test))
     for seed in config.seeds:
         header = {"policy": policy, "seed": seed, "num_workers": config.devices}

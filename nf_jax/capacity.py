@@ -114,12 +114,13 @@ def group_bytes(
     shard_size = sum(segment.shard_size for segment in segments)
     if route == Route.BF16:
         return gather_bytes(4 * shard_size + 8 * num_lanes, num_workers)
-    up_planes, num_votes = (1, num_workers) if route == Route.SIGN else (2, 2 * num_workers)
-    plane_bytes, statistics = shard_size // 8, 8 * num_lanes
-    if codec.down == "count":
-        down = num_votes.bit_length() * plane_bytes
-    else:
-        down = codecs.LEVELS[codec.down].num_bits * plane_bytes + 4 * len(segments)
+    up_planes = 1 if route == Route.SIGN else 2
+    plane_bytes = shard_size // 8
     scales = sum(segment.scale_size for segment in segments) + segment_rules.SKETCH_SIZE * num_lanes
-    votes = gather_bytes(up_planes * plane_bytes + down + statistics, num_workers)
+    if codecs.goes_straight(codec.down, num_workers, up_planes):
+        votes = gather_bytes(num_workers * up_planes * plane_bytes + 4 * num_lanes, num_workers)
+    else:
+        down = codecs.num_planes_down(codec.down, num_workers * up_planes) * plane_bytes
+        levels = 0 if codec.down == "count" else 4 * len(segments)
+        votes = gather_bytes(up_planes * plane_bytes + down + levels + 8 * num_lanes, num_workers)
     return agree_bytes(scales, num_workers) + votes

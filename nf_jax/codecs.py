@@ -223,6 +223,19 @@ LEVELS = {
 }
 
 
+def num_planes_down(down: str, num_votes: int) -> int:
+    """Words a reducer sends for every 32 elements: a count's digits, or the bits of a level."""
+    return num_votes.bit_length() if down == "count" else LEVELS[down].num_bits
+
+
+def goes_straight(down: str, num_workers: int, num_planes_up: int) -> bool:
+    """Whether votes go from each worker to all, instead of by way of a reducer.
+
+    With two workers that costs no more bytes, nothing is requantized, and there is one wait less.
+    """
+    return num_workers == 2 and num_planes_down(down, num_workers * num_planes_up) >= num_planes_up
+
+
 def gated_level(gate: float) -> float:
     """Mean of |x| beyond `gate * mean |x|`, in units of mean |x|, for a Gaussian x: TERNARY's level."""
     threshold = gate * math.sqrt(2 / math.pi)

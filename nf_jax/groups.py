@@ -53,7 +53,12 @@ class Group:
 
     @property
     def keeps_server_residual(self) -> bool:
-        requantizes = self.codec.down != "count" and bool({Route.SIGN, Route.TERNARY} & {*self.routes})
+        planes_up = {Route.SIGN: 1, Route.TERNARY: 2}
+        requantizes = self.codec.down != "count" and any(
+            not codecs.goes_straight(self.codec.down, self.segments[0].num_workers, planes)
+            for route, planes in planes_up.items()
+            if route in self.routes
+        )
         return self.codec.server_error_feedback and (requantizes or Route.BF16 in self.routes)
 
     @property

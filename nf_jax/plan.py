@@ -238,9 +238,11 @@ def _segment(
     is_lossy = any(route != Route.FP32 for route in profile.routes_of(region))
     if num_hosts == 1 or not is_lossy or dtype not in _PACKABLE or not shape:
         return None
+    if math.prod(shape) % num_inner:
+        return None
     scale = profile.regions[region].codec.scale
     segment = segment_rules.make_segment(shape, num_hosts, scale, num_inner)
-    return segment if segment and segment.num_pads <= MAX_PAD_RATIO * segment.size else None
+    return segment if segment.num_pads <= MAX_PAD_RATIO * segment.size else None
 
 
 def _fixed_reason(

@@ -270,14 +270,16 @@ def _empty_carry(group: Group, given: Given, axis: collectives.Where, keep_sent:
     zeros = lambda shapes: tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)  # noqa: E731
     payloads = {r: zeros(ROUTES[r].payload_shapes(group, collectives.num_members(axis))) for r in lossy}
     # What arrives is the same on all workers of this level, but not where another level cuts pieces.
-    arrived = payloads, *nothing_voted(group)
-    arrived = jax.tree.map(lambda x: collectives.vary_like(x, given.gradients[0], axis), arrived)
+    typed = functools.partial(collectives.vary_like, other=given.gradients[0], among=axis)
+    agreement, residual_ratio = map(typed, nothing_voted(group))
     return _Carry(
-        jnp.asarray(True),
-        [collectives.vary_like(stack, given.gradients[0]) for stack in given.residuals or []],
-        [collectives.vary_like(part, given.gradients[0]) for part in given.server or []],
-        *arrived,
-        stack_leaves(group, wide_gradients(given)) if keep_sent else [],
+        todo=jnp.asarray(True),
+        residuals=[collectives.vary_like(stack, given.gradients[0]) for stack in given.residuals or []],
+        server=[collectives.vary_like(part, given.gradients[0]) for part in given.server or []],
+        payloads=jax.tree.map(typed, payloads),
+        agreement=agreement,
+        residual_ratio=residual_ratio,
+        sent=stack_leaves(group, wide_gradients(given)) if keep_sent else [],
     )
 
 

@@ -151,7 +151,11 @@ class Lossy(NamedTuple):
 
 
 def _votes(gated: bool) -> Lossy:
-    return Lossy(*(functools.partial(f, gated=gated) for f in (send_votes, receive_votes, payload_shapes)))
+    return Lossy(
+        send=functools.partial(send_votes, gated=gated),
+        receive=functools.partial(receive_votes, gated=gated),
+        payload_shapes=functools.partial(payload_shapes, gated=gated),
+    )
 
 
 ROUTES: dict[Route, Lossy] = {

@@ -66,8 +66,8 @@ class Segment:
         return by_scale[self.scale]
 
 
-def make_segment(shape: tuple[int, ...], num_workers: int, scale: str, num_inner: int = 1) -> Segment | None:
-    """The segment of a leaf, or None where it cannot be cut into `num_inner` equal pieces.
+def make_segment(shape: tuple[int, ...], num_workers: int, scale: str, num_inner: int = 1) -> Segment:
+    """The segment of a leaf, of which `num_inner` equal pieces are made (the size is a multiple of it).
 
     `scale` "auto" is rank1 where its numbers cost under 0.5 % of FP32's bytes. A vector has no rows and
     columns to tell apart: whatever is asked, its scale is the leaf's.
@@ -75,7 +75,7 @@ def make_segment(shape: tuple[int, ...], num_workers: int, scale: str, num_inner
     size, cols = math.prod(shape), shape[-1] if len(shape) > 1 else 1
     rows = size // max(cols, 1)
     if len(shape) < 2 or cols == 1 or rows % num_inner or rows // num_inner < num_workers:
-        return None if size % num_inner else Segment(num_workers, size // num_inner, 1, "leaf", num_inner)
+        return Segment(num_workers, size // num_inner, 1, "leaf", num_inner)
     rows = rows // num_inner
     if scale == "auto":
         scale = "rank1" if (rows + cols) / (2 * rows * cols) < 0.005 else "leaf"

@@ -1,14 +1,15 @@
 """SIGN and TERNARY: gradients as votes.
 
 Per worker: pack one or two bits of every element; hand shard i to worker i (all-to-all); count there, on
-whole words; send the counts, or the shard requantized, to all (all-gather); decode. Sources: signSGD with
-majority vote (arXiv 1810.05291), 1-bit Adam's two phases (2102.02888), error feedback (1901.09847).
+whole words; send the counts, or the shard requantized, to all (all-gather); decode. Two workers hand each
+other all words at once, and both count. Sources: signSGD with majority vote (arXiv 1810.05291), 1-bit Adam's
+two phases (2102.02888), error feedback (1901.09847).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +63,8 @@ def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bo
         for stack, (row, col) in zip(add_residuals(gradients, given, reader=2), factors, strict=True)
     ]
     words = jnp.stack([codecs.pack_bits(cut_shards(group, plane)) for plane in zip(*bits, strict=True)], 1)
-    votes = collectives.exchange(words, axis)
-    votes = votes.reshape(-1, votes.shape[2])
+    deliver = _deliver_straight if _goes_straight(group, words.shape[0], gated) else _deliver_by_shards
+    arriving = deliver(group, given, words, factors, axis)
 
     # Decoded from the words, not decided anew: so residuals are written, in place, after all have read them.
     sent = [
@@ -72,22 +73,66 @@ def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bo
     ]
     corrected = add_residuals(gradients, given, reader=3)
     residuals, squared = new_residuals(group, given, corrected, sent)
-    down, levels, server, agreeing = _reduce_votes(group, given, votes, factors, axis)
-    numbers = lax.bitcast_convert_type(jnp.concatenate([levels, agreeing, squared]), jnp.uint32)
-    gathered = collectives.gather(jnp.concatenate([down.reshape(-1), numbers]), axis)
-
-    num_lanes = len(group.lanes)
-    agreeing, squared = jnp.split(as_f32(gathered[:, -2 * num_lanes :]).sum(0), 2)
-    sizes = np.bincount(group.lane_of_leaf, [segment.size for segment in group.segments], num_lanes)
+    gathered, server, agreeing, squared = arriving(squared)
+    sizes = np.bincount(group.lane_of_leaf, [segment.size for segment in group.segments], len(group.lanes))
     ratio = norm_ratio(squared / jnp.float32(gathered.shape[0]), mean_squared)
     agreement = agreeing * np.asarray(1 / sizes, np.float32)
     return Sent((gathered, agreed), residuals, server, agreement, ratio, sent)
 
 
+Arrived = tuple[Array, Sequence[Array] | None, Array, Array]
+"""Words of all workers, `uint32[W, n]`; server residuals; |mean vote| and squared residual norms summed over
+all elements and workers, `f32[lanes]`."""
+
+
+def _deliver_straight(
+    group: Group, given: Given, words: Array, factors: Factors, axis: collectives.Where
+) -> Callable[[Array], Arrived]:
+    """Every word to every worker."""
+    del factors
+    gathered = collectives.gather(words, axis)
+    votes = _votes_of(gathered)
+    majority = codecs.majority_words(codecs.count_votes(votes), votes.shape[0], jnp.zeros_like(votes[0]))
+    sizes = jnp.asarray([segment.size for segment in group.segments], jnp.float32)
+    agreeing = sum_by_lane(group, _excess_by_leaf(group, votes, majority, sizes))
+
+    def arriving(squared: Array) -> Arrived:
+        totals = collectives.gather(squared, axis).sum(0)
+        return gathered.reshape(gathered.shape[0], -1), given.server, agreeing, totals
+
+    return arriving
+
+
+def _deliver_by_shards(
+    group: Group, given: Given, words: Array, factors: Factors, axis: collectives.Where
+) -> Callable[[Array], Arrived]:
+    """Shard i of every worker to worker i, and what it makes of them to all."""
+    votes = collectives.exchange(words, axis)
+    votes = votes.reshape(-1, votes.shape[2])
+    down, levels, server, agreeing = _reduce_votes(group, given, votes, factors, axis)
+
+    def arriving(squared: Array) -> Arrived:
+        numbers = lax.bitcast_convert_type(jnp.concatenate([levels, agreeing, squared]), jnp.uint32)
+        gathered = collectives.gather(jnp.concatenate([down.reshape(-1), numbers]), axis)
+        agreed, kept = jnp.split(as_f32(gathered[:, -2 * len(group.lanes) :]).sum(0), 2)
+        return gathered, server, agreed, kept
+
+    return arriving
+
+
+def _votes_of(gathered: Array) -> Array:
+    """`uint32[W, W shards, planes, m]` -> `uint32[votes, W shards * m]`."""
+    workers, shards, planes, num_words = gathered.shape
+    return jnp.moveaxis(gathered, 2, 1).reshape(workers * planes, shards * num_words)
+
+
 def payload_shapes(group: Group, num_workers: int, *, gated: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes of a payload: what every worker gathered, `uint32[W, n]`, and the agreed scales, `f32[s]`."""
-    num_words = _num_planes(group, num_workers, gated) * _words_of_shards(group)
-    num_words += _num_levels(group) + 2 * len(group.lanes)
+    if _goes_straight(group, num_workers, gated):
+        num_words = num_workers * (2 if gated else 1) * _words_of_shards(group)
+    else:
+        num_words = _num_planes(group, num_workers, gated) * _words_of_shards(group)
+        num_words += _num_levels(group) + 2 * len(group.lanes)
     num_scales = sum(segment.scale_size for segment in group.segments)
     return (
         jax.ShapeDtypeStruct((num_workers, num_words), jnp.uint32),
@@ -155,7 +200,7 @@ def _reduce_votes(
     num_votes = votes.shape[0]
     planes = codecs.count_votes(votes)
     majority = codecs.majority_words(planes, num_votes, codecs.random_words(given.seed, votes.shape[1]))
-    by_leaf = _excess_by_leaf(group, votes, majority, axis)
+    by_leaf = _excess_by_leaf(group, votes, majority, _valid_elements(group, axis))
     agreeing = sum_by_lane(group, by_leaf)
     if group.codec.down == "count":
         return planes, jnp.zeros((0,), jnp.float32), given.server, agreeing
@@ -238,15 +283,20 @@ def _fit_level(
     return fitted + jnp.sum(peak * jnp.float32(0), axis=inner)  # a NaN stays one
 
 
-def _excess_by_leaf(group: Group, votes: Array, majority: Array, axis: collectives.Where) -> Array:
-    """|mean vote| summed over this shard's elements of each leaf, pads left out: `f32[leaves]`."""
-    num_votes = votes.shape[0]
+def _excess_by_leaf(group: Group, votes: Array, majority: Array, valid: Array) -> Array:
+    """|mean vote| summed over the elements of each leaf in one shard or more, pads left out: `f32[leaves]`.
+
+    Args:
+      votes: `uint32[V, shards * m]`.
+      majority: `uint32[shards * m]`.
+      valid: `f32[leaves]`, elements that are not pads.
+    """
+    num_votes, owners = votes.shape[0], leaf_of_block(group)
     agree = codecs.count_agreeing(votes, majority) - jnp.float32(codecs.BLOCK * num_votes / 2)
-    excess = jax.ops.segment_sum(
-        agree, leaf_of_block(group), len(group.leaves), indices_are_sorted=True
-    ) * jnp.float32(2 / num_votes)
-    sizes = jnp.asarray([segment.shard_size for segment in group.segments], jnp.float32)
-    return excess - (sizes - _valid_elements(group, axis))  # all workers agree on a pad
+    agree = agree.reshape(-1, owners.size)
+    by_leaf = jax.ops.segment_sum(agree.sum(0), owners, len(group.leaves), indices_are_sorted=True)
+    sizes = np.asarray([segment.shard_size for segment in group.segments], np.float32) * agree.shape[0]
+    return by_leaf * jnp.float32(2 / num_votes) - (sizes - valid)  # all workers agree on a pad
 
 
 def _valid_elements(group: Group, axis: collectives.Where) -> Array:
@@ -274,14 +324,16 @@ def receive_votes(
     num_planes = _num_planes(group, num_workers, gated)
     size = num_planes * _words_of_shards(group)
     num_votes = num_workers * (2 if gated else 1)
-
-    def decode(words: Array) -> Array:
-        if group.codec.down == "count":
-            return codecs.decode_counts(words, num_votes)
-        return codecs.decode_levels(words, codecs.LEVELS[group.codec.down])
-
-    words = gathered[:, :size].reshape(num_workers, num_planes, -1)
-    means = decode_stacks(group, words, 1, decode)
+    count = lambda words: codecs.decode_counts(words, num_votes)  # noqa: E731
+    decode = lambda words: codecs.decode_levels(words, codecs.LEVELS[group.codec.down])  # noqa: E731
+    if _goes_straight(group, num_workers, gated):
+        num_levels = 0
+        votes = _votes_of(gathered.reshape(num_workers, num_workers, num_votes // num_workers, -1))
+        planes = codecs.count_votes(votes).reshape(-1, num_workers, votes.shape[1] // num_workers)
+        means = decode_stacks(group, jnp.moveaxis(planes, 0, 1), 1, count)
+    else:
+        words = gathered[:, :size].reshape(num_workers, num_planes, -1)
+        means = decode_stacks(group, words, 1, count if group.codec.down == "count" else decode)
     factors = _factors(group, agreed, gated)
     if num_levels:
         levels = as_f32(gathered[:, size : size + num_levels]).T
@@ -300,10 +352,12 @@ def _by_row(levels: Array, segment: Segment) -> Array:
     return rows.reshape(*rows.shape, *([1] * (len(segment.matrix_shape) - 1)))
 
 
+def _goes_straight(group: Group, num_workers: int, gated: bool) -> bool:
+    return codecs.goes_straight(group.codec.down, num_workers, 2 if gated else 1)
+
+
 def _num_planes(group: Group, num_workers: int, gated: bool) -> int:
-    if group.codec.down == "count":
-        return (num_workers * (2 if gated else 1)).bit_length()
-    return codecs.LEVELS[group.codec.down].num_bits
+    return codecs.num_planes_down(group.codec.down, num_workers * (2 if gated else 1))
 
 
 def _num_levels(group: Group) -> int:

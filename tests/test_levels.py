@@ -19,14 +19,12 @@ from nf_jax import Profile, Route
 from nf_jax.state import find_states
 
 NAMES = ("hosts", "devices")
-FP32, BF16, SIGN, TERNARY = Route
+FP32, BF16, SIGN, _ = Route
 PROFILES = {
     "fp32": Profile.static(FP32),
     "guided, fp32": Profile.static(SIGN).model_copy(update={"fallback": True}),
     "bf16": Profile.static(BF16),
     "sign": Profile.static(SIGN),
-    "sign, count, leaf": Profile.static(SIGN, down="count", scale="leaf"),
-    "ternary": Profile.static(TERNARY, down="ternary"),
 }
 SHAPES = {"conv": (3, 3, 32, 64), "kernel": (256, 128), "odd": (7,), "twin": (256, 128), "vector": (4096,)}
 
@@ -81,8 +79,7 @@ def test_a_mesh_and_a_grouped_axis_give_the_same_bits_on_all_workers(name: str):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (2, 4)])
-@pytest.mark.parametrize("name", ["fp32", "sign"])
+@pytest.mark.parametrize(("name", "shape"), [("fp32", (2, 2)), ("sign", (2, 4)), ("sign", (4, 2))])
 def test_hosts_average_the_means_of_their_devices(name: str, shape: tuple[int, int]):
     """The oracle is one level over hosts, on the pieces of the hosts' means as leaves of their own."""
     hosts, devices = shape
