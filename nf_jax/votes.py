@@ -25,26 +25,16 @@ from nf_jax.groups import (
     as_f32,
     cut_shards,
     decode_stacks,
-    keep_unless,
-    leaf_of_block,
     new_residuals,
-    nonzero,
     norm_ratio,
-    split_stacks,
     stack_leaves,
     sum_by_lane,
     to_leaves,
     wide_gradients,
 )
 from nf_jax.profile import Codec
+from nf_jax.reducer import Factors, excess_by_leaf, reduce_votes
 from nf_jax.segments import Segment
-
-# A leaf whose largest scale lies below comes back as zero; hardware flushes such numbers to zero anyway.
-_SMALLEST_SCALE = np.float32(1e-37)
-
-Factors = list[tuple[Array, Array]]
-"""Per stack, the agreed scale as two factors whose product broadcasts over `[k, *matrix_shape]`."""
-
 
 # ---------------------------------------------------------------------------------------------- sending
 
@@ -94,7 +84,7 @@ def _deliver_straight(
     votes = _votes_of(gathered)
     majority = codecs.majority_words(codecs.count_votes(votes), votes.shape[0], jnp.zeros_like(votes[0]))
     sizes = jnp.asarray([segment.size for segment in group.segments], jnp.float32)
-    agreeing = sum_by_lane(group, _excess_by_leaf(group, votes, majority, sizes))
+    agreeing = sum_by_lane(group, excess_by_leaf(group, votes, majority, sizes))
 
     def arriving(squared: Array) -> Arrived:
         totals = collectives.gather(squared, axis).sum(0)
@@ -109,7 +99,7 @@ def _deliver_by_shards(
     """Shard i of every worker to worker i, and what it makes of them to all."""
     votes = collectives.exchange(words, axis)
     votes = votes.reshape(-1, votes.shape[2])
-    down, levels, server, agreeing = _reduce_votes(group, given, votes, factors, axis)
+    down, levels, server, agreeing = reduce_votes(group, given, votes, factors, axis)
 
     def arriving(squared: Array) -> Arrived:
         numbers = lax.bitcast_convert_type(jnp.concatenate([levels, agreeing, squared]), jnp.uint32)
@@ -187,129 +177,6 @@ def _decode_vote(words: Array) -> Array:
     if len(bits) == 1:
         return jnp.where(bits[0], one, -one)
     return jnp.where(bits[0], one, jnp.where(bits[1], zero, -one))
-
-
-# --------------------------------------------------------------------------------------------- reducing
-
-
-def _reduce_votes(
-    group: Group, given: Given, votes: Array, factors: Factors, axis: collectives.Where
-) -> tuple[Array, Array, Sequence[Array] | None, Array]:
-    """What a reducer sends of its shard: words `[planes, m]`, levels, its new residual; and `f32[lanes]`,
-    |mean vote| summed over the shard's elements."""
-    num_votes = votes.shape[0]
-    planes = codecs.count_votes(votes)
-    majority = codecs.majority_words(planes, num_votes, codecs.random_words(given.seed, votes.shape[1]))
-    by_leaf = _excess_by_leaf(group, votes, majority, _valid_elements(group, axis))
-    agreeing = sum_by_lane(group, by_leaf)
-    if group.codec.down == "count":
-        return planes, jnp.zeros((0,), jnp.float32), given.server, agreeing
-    if group.codec.down == "majority" and given.server is None:
-        level = by_leaf / jnp.maximum(_valid_elements(group, axis), jnp.float32(1))
-        return majority[None], level, None, agreeing
-    words, level, server = _requantize(group, given, planes, num_votes, factors, axis)
-    return words, level, server, agreeing
-
-
-def _requantize(
-    group: Group, given: Given, planes: Array, num_votes: int, factors: Factors, axis: collectives.Where
-) -> tuple[Array, Array, list[Array] | None]:
-    """The shard's mean + server residual at one or two bits: words `[bits, m]`, levels, new residuals."""
-    index, tie = collectives.worker_index(axis), (given.seed & jnp.uint32(2)) != 0
-    levels = codecs.LEVELS[group.codec.down]
-    words, fitted, server = [], [], []
-    for i, (segment, part) in enumerate(
-        zip(group.stack_segments, split_stacks(planes, group, 1), strict=True)
-    ):
-        cut = jax.vmap(lambda row, col, segment=segment: segments.shard_factors(row, col, segment, index))
-        row, col = cut(*factors[i])
-        values = segments.shard_matrix(codecs.decode_counts(jnp.moveaxis(part, 1, 0), num_votes), segment)
-        values = values * (row * col)
-        if given.server is not None:
-            values = values + segments.shard_matrix(given.server[i], segment)
-        level = _fit_level(values, row, col, factors[i], segment, levels)
-        row = row * level.reshape(-1, *([1] * (row.ndim - 1)))
-        bits, sent = _to_levels(values, row, col, levels, tie)
-        packed = [codecs.pack_bits(segments.shard_vector(plane, segment)) for plane in bits]
-        words.append(jnp.stack(packed).reshape(len(bits), -1))
-        fitted.append(level)
-        if given.server is not None:
-            new = segments.shard_vector(values - sent, segment)
-            server.append(keep_unless(given.ok, given.server[i], new))
-    joined = jnp.concatenate(words, axis=1), jnp.concatenate(fitted)
-    return *joined, None if given.server is None else server
-
-
-def _to_levels(
-    values: Array, row: Array, col: Array, levels: codecs.Levels, tie: Array
-) -> tuple[list[Array], Array]:
-    """Bit planes of a quantized stack (sign, magnitude), and the values they stand for."""
-    unit = row * col
-    positive = codecs.is_positive(values, tie)
-    if levels.threshold is None:
-        return [positive], jnp.where(positive, unit, -unit)
-    large = jnp.abs(values) > jnp.float32(levels.threshold) * unit
-    size = unit * jnp.where(large, jnp.float32(levels.high), jnp.float32(levels.low))
-    return [positive, large], jnp.where(positive, size, -size)
-
-
-def _fit_level(
-    values: Array,
-    row: Array,
-    col: Array,
-    factors: tuple[Array, Array],
-    segment: Segment,
-    levels: codecs.Levels,
-) -> Array:
-    """The level per leaf of a stack in units of its scale, `f32[k]`: least squares, or the root mean square.
-
-    Both are squares over squares; divided by the leaf's largest scale first, none under- or overflows. The
-    scale's own square needs no pass over the shard: it is a product of two sums.
-    """
-    inner = tuple(range(1, values.ndim))
-    row_peak, col_peak = (jnp.max(factor, axis=inner, keepdims=True) for factor in factors)
-    peak = row_peak * col_peak
-    live = peak > _SMALLEST_SCALE
-    inverse = jnp.where(live, 1 / jnp.maximum(peak, _SMALLEST_SCALE), peak * jnp.float32(0))
-    row = row * jnp.where(live, 1 / jnp.where(live, row_peak, jnp.float32(1)), jnp.float32(0))
-    col = col * jnp.where(live, 1 / jnp.where(live, col_peak, jnp.float32(1)), jnp.float32(0))
-    repeats = segment.cols // col[0].size
-    scale_squared = jnp.sum(row * row, axis=inner) * jnp.sum(col * col, axis=inner) * np.float32(repeats)
-    size = jnp.abs(values * inverse)
-    if levels.threshold is None:
-        fitted = jnp.sum(size * (row * col), axis=inner) / nonzero(scale_squared)
-    else:
-        fitted = jnp.sqrt(jnp.sum(size * size, axis=inner) / nonzero(scale_squared))
-    return fitted + jnp.sum(peak * jnp.float32(0), axis=inner)  # a NaN stays one
-
-
-def _excess_by_leaf(group: Group, votes: Array, majority: Array, valid: Array) -> Array:
-    """|mean vote| summed over the elements of each leaf in one shard or more, pads left out: `f32[leaves]`.
-
-    Args:
-      votes: `uint32[V, shards * m]`.
-      majority: `uint32[shards * m]`.
-      valid: `f32[leaves]`, elements that are not pads.
-    """
-    num_votes, owners = votes.shape[0], leaf_of_block(group)
-    agree = codecs.count_agreeing(votes, majority) - jnp.float32(codecs.BLOCK * num_votes / 2)
-    agree = agree.reshape(-1, owners.size)
-    by_leaf = jax.ops.segment_sum(agree.sum(0), owners, len(group.leaves), indices_are_sorted=True)
-    sizes = np.asarray([segment.shard_size for segment in group.segments], np.float32) * agree.shape[0]
-    return by_leaf * jnp.float32(2 / num_votes) - (sizes - valid)  # all workers agree on a pad
-
-
-def _valid_elements(group: Group, axis: collectives.Where) -> Array:
-    """Elements that are not pads, per leaf, in the shard this worker reduces: `f32[leaves]`."""
-    table = [
-        [
-            min(max(segment.size - worker * segment.shard_rows * segment.cols, 0),
-                segment.shard_rows * segment.cols)
-            for segment in group.segments
-        ]
-        for worker in range(group.segments[0].num_workers)
-    ]  # fmt: skip
-    return jnp.asarray(table, jnp.float32)[collectives.worker_index(axis)]
 
 
 # -------------------------------------------------------------------------------------------- receiving

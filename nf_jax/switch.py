@@ -1,0 +1,191 @@
+"""One group of lanes: it sends by the route it is told, receives, and clears what an exact step has settled.
+
+The route is data, the same on all workers. Here it becomes control flow, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from nf_jax import collectives
+from nf_jax.groups import Given, Group, nothing_voted, stack_leaves, wide_gradients
+from nf_jax.profile import Route
+from nf_jax.routes import ROUTES, average_fp32, settle_fp32
+
+
+class Outcome(NamedTuple):
+    """What averaging a group leaves.
+
+    Attributes:
+      means: one per leaf (or piece of one), f32.
+      sent: stacks, this worker's share as the others understood it; empty unless asked for.
+      residuals: stacks, empty without error feedback.
+      server: a `f32[k, shard_size]` per stack, or empty.
+      agreement, residual_ratio: `f32[lanes]`, see `telemetry.Signals`.
+    """
+
+    means: Sequence[Array]
+    sent: Sequence[Array]
+    residuals: Sequence[Array]
+    server: Sequence[Array]
+    agreement: Array
+    residual_ratio: Array
+
+
+class _Carry(NamedTuple):
+    """What sending changes: the memory, and a place for what arrives by each lossy route."""
+
+    todo: Array
+    residuals: list[Array]
+    server: list[Array]
+    payloads: dict[Route, tuple[Array, ...]]
+    agreement: Array
+    residual_ratio: Array
+    sent: list[Array]
+
+
+def average_group(
+    group: Group,
+    route: int | Array,
+    pending: Array,
+    given: Given,
+    axis: collectives.Where,
+    keep_sent: bool,
+) -> Outcome:
+    """Sends, receives, and sets to zero what an exact step has settled.
+
+    Sending is a loop of one trip or none: a loop works on its arrays in place, where a conditional would
+    copy the residuals at every step, and most of all at an exact one, that does not touch them.
+    """
+    carry = _empty_carry(group, given, axis, keep_sent)
+    lossy = [r for r in group.routes if r != Route.FP32]
+    if not isinstance(route, Array):
+        if route != Route.FP32:
+            carry = _send(Route(route), group, given, axis, carry)
+    elif lossy == list(group.routes) and len(lossy) == 1:
+        carry = _send(lossy[0], group, given, axis, carry)
+    else:
+        carry = carry._replace(todo=route != Route.FP32)
+        carry = _once(lambda held: _send_by(route, lossy, group, given, axis, held), carry)
+    means, sent, settled = _receive(group, route, pending, given, carry, axis, keep_sent)
+    memory = [*carry.residuals, *carry.server]
+    if settled is not None and memory:
+        memory = _clear(settled, memory)
+    num = len(carry.residuals)
+    return Outcome(means, sent, memory[:num], memory[num:], carry.agreement, carry.residual_ratio)
+
+
+def _empty_carry(group: Group, given: Given, axis: collectives.Where, keep_sent: bool) -> _Carry:
+    lossy = [route for route in group.routes if route != Route.FP32]
+    zeros = lambda shapes: tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)  # noqa: E731
+    payloads = {r: zeros(ROUTES[r].payload_shapes(group, collectives.num_members(axis))) for r in lossy}
+    # What arrives is the same on all workers of this level, but not where another level cuts pieces.
+    typed = functools.partial(collectives.vary_like, other=given.gradients[0], among=axis)
+    agreement, residual_ratio = map(typed, nothing_voted(group))
+    return _Carry(
+        todo=jnp.asarray(True),
+        residuals=[collectives.vary_like(stack, given.gradients[0]) for stack in given.residuals or []],
+        server=[collectives.vary_like(part, given.gradients[0]) for part in given.server or []],
+        payloads=jax.tree.map(typed, payloads),
+        agreement=agreement,
+        residual_ratio=residual_ratio,
+        sent=stack_leaves(group, wide_gradients(given)) if keep_sent else [],
+    )
+
+
+def _once(body: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:
+    """`body(carry)` if `carry.todo`."""
+    return lax.while_loop(
+        lambda held: held.todo, lambda held: body(held)._replace(todo=jnp.asarray(False)), carry
+    )
+
+
+def _send_by(
+    route: Array,
+    lossy: Sequence[Route],
+    group: Group,
+    given: Given,
+    axis: collectives.Where,
+    carry: _Carry,
+) -> _Carry:
+    """Sends by one of several lossy routes."""
+    branches = [functools.partial(_send, r, group, given, axis) for r in lossy]
+    if len(branches) == 1:
+        return branches[0](carry)
+    position = np.zeros(len(Route), np.int32)
+    position[list(lossy)] = range(len(lossy))
+    return lax.switch(jnp.asarray(position)[route], branches, carry)
+
+
+def _send(route: Route, group: Group, given: Given, axis: collectives.Where, carry: _Carry) -> _Carry:
+    wide = [stack.astype(jnp.float32) for stack in carry.residuals] or None
+    sent = ROUTES[route].send(group, given._replace(residuals=wide, server=carry.server or None), axis)
+    return carry._replace(
+        residuals=[
+            collectives.varying(new.astype(old.dtype), axis)
+            for old, new in zip(carry.residuals, sent.residuals or [], strict=True)
+        ],
+        server=[collectives.varying(part, axis) for part in sent.server or []],
+        payloads=carry.payloads | {route: sent.payload},
+        agreement=sent.agreement,
+        residual_ratio=sent.residual_ratio,
+        sent=[collectives.varying(stack, axis) for stack in sent.values] if carry.sent else [],
+    )
+
+
+def _receive(
+    group: Group,
+    route: int | Array,
+    pending: Array,
+    given: Given,
+    carry: _Carry,
+    axis: collectives.Where,
+    keep_sent: bool,
+) -> tuple[Sequence[Array], Sequence[Array], Array | None]:
+    """The means, what this worker sent, and whether residuals were settled (None: cannot be)."""
+    wide = [stack.astype(jnp.float32) for stack in carry.residuals] or None
+    given = given._replace(residuals=wide, server=carry.server or None)
+    has_memory = bool(carry.residuals or carry.server)
+
+    def by_route(r: Route) -> Callable[[], Any]:
+        if r == Route.FP32:
+            return lambda: (average_fp32(given.gradients, axis), carry.sent, jnp.asarray(False))
+        receive = ROUTES[r].receive
+        return lambda: (receive(group, carry.payloads[r], given.gradients), carry.sent, jnp.asarray(False))
+
+    def settle() -> Any:
+        means, local = settle_fp32(group, given, axis)
+        local = [collectives.varying(stack, axis) for stack in local] if keep_sent else []
+        return means, local, given.ok
+
+    settles = has_memory and Route.FP32 in group.routes
+    if not isinstance(route, Array):
+        branch = by_route(Route(route))
+        if not settles or route != Route.FP32:
+            return *branch()[:2], None
+        return lax.cond(pending, settle, branch)
+    branches = [by_route(r) for r in group.routes] + [settle] * settles
+    if len(branches) == 1:
+        return *branches[0]()[:2], None
+    position = np.zeros(len(Route), np.int32)
+    position[list(group.routes)] = range(len(group.routes))
+    index = jnp.asarray(position)[route]
+    if settles:
+        index = jnp.where((route == Route.FP32) & pending, np.int32(len(group.routes)), index)
+    return lax.switch(index, branches)
+
+
+def _clear(settled: Array, memory: list[Array]) -> list[Array]:
+    """Zeros where settled; in place, like sending."""
+
+    def body(held: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        return jnp.asarray(False), [collectives.vary_like(jnp.zeros_like(part), part) for part in held[1]]
+
+    return lax.while_loop(lambda held: held[0], body, (settled, memory))[1]
