@@ -134,8 +134,8 @@ def _send(route: Route, group: Group, given: Given, axis: collectives.Where, car
         ],
         server=[collectives.varying(part, axis) for part in sent.server or []],
         payloads=carry.payloads | {route: sent.payload},
-        agreement=sent.agreement,
-        residual_ratio=sent.residual_ratio,
+        agreement=collectives.vary_like(sent.agreement, carry.agreement),
+        residual_ratio=collectives.vary_like(sent.residual_ratio, carry.residual_ratio),
         sent=[collectives.varying(stack, axis) for stack in sent.values] if carry.sent else [],
     )
 

@@ -24,6 +24,7 @@ PROFILES = {
     "fp32": Profile.static(FP32),
     "guided, fp32": Profile.static(SIGN).model_copy(update={"fallback": True}),
     "bf16": Profile.static(BF16),
+    "guided, bf16": Profile.static(BF16).model_copy(update={"fallback": True}),
     "sign": Profile.static(SIGN),
 }
 SHAPES = {"conv": (3, 3, 32, 64), "kernel": (256, 128), "odd": (7,), "twin": (256, 128), "vector": (4096,)}
