@@ -90,7 +90,7 @@ def send_bf16(group: Group, given: Given, axis: collectives.Where) -> Sent:
     words = [codecs.to_bf16_words(stack) for stack in corrected]
     sent = [codecs.from_bf16_words(stack) for stack in words]
     received = collectives.exchange(cut_shards(group, words), axis)
-    mean = codecs.from_bf16_words(received).mean(0)
+    mean = codecs.mean_bf16_words(received)
     if given.server is not None:
         mean = mean + jnp.concatenate([part.reshape(-1) for part in given.server])
     down = codecs.to_bf16_words(mean)

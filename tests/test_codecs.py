@@ -305,6 +305,14 @@ def test_a_shard_is_its_rows_and_pads(shape: list[int], num_workers: int, seed: 
     np.testing.assert_array_equal(segments.shard_matrix(vector, segment), values.astype(np.float32))
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 64, 65])
+def test_the_mean_of_bf16_words_is_that_of_their_numbers(num_workers: int):
+    values = np.random.default_rng(0).normal(size=(num_workers, 100)).astype(jnp.bfloat16)
+    words = codecs.to_bf16_words(jnp.asarray(values, jnp.float32))
+    found = codecs.mean_bf16_words(words)
+    np.testing.assert_allclose(found, values.astype(np.float64).mean(0), rtol=1e-5, atol=1e-6)
+
+
 # ------------------------------------------------------------------------------------- sketches
 
 
