@@ -111,8 +111,7 @@ ROWS = {
     "sign, 2bit, rank1, no feedback": row(SIGN, down="2bit", scale="rank1", **NONE),
     "sign, 2bit, row, bf16 gradients": row(SIGN, down="2bit", scale="row", dtype="bfloat16"),
     "ternary, count, leaf": row(TERNARY, down="count", scale="leaf"),
-    "ternary, majority, rank1": row(TERNARY, down="majority", scale="rank1"),
-    "ternary, majority, leaf, no server": row(TERNARY, server_error_feedback=False),
+    "ternary, majority, rank1, no server": row(TERNARY, scale="rank1", server_error_feedback=False),
     "ternary, ternary, row, kept as bf16": row(
         TERNARY, down="ternary", scale="row", residual_dtype="bfloat16"
     ),
@@ -123,8 +122,7 @@ ROWS = {
     "3 workers, sign": row(SIGN, num_workers=3, down="count", scale="row"),
     "3 workers, ternary": row(TERNARY, num_workers=3, down="2bit", scale="rank1"),
     "3 workers, bf16": row(BF16, num_workers=3),
-    "5 workers, sign": row(SIGN, num_workers=5, scale="rank1"),
-    "5 workers, sign, ternary": row(SIGN, num_workers=5, down="ternary"),
+    "5 workers, sign": row(SIGN, num_workers=5, scale="rank1", down="ternary"),
 }
 
 
