@@ -18,7 +18,7 @@ from nf_jax import collectives, regions
 from nf_jax.groups import Given, Group, join_stacks, stack_leaves, unstack
 from nf_jax.plan import Plan
 from nf_jax.profile import Route, to_route
-from nf_jax.switch import average_group
+from nf_jax.switch import average_group, clear_settled
 
 
 class Memory(NamedTuple):
@@ -143,7 +143,7 @@ def average(
     memory = Memory(dict(memory.residual), dict(memory.server_residual))
     agreement = jnp.full((plan.num_lanes,), -1, jnp.float32)
     residual_ratio = jnp.zeros((plan.num_lanes,), jnp.float32)
-    still_pending = []
+    still_pending, outcomes = [], []
     for number, group in enumerate(plan.groups):
         route = pinned[group.lanes[0]] if pinned is not None else jnp.asarray(routes)[group.lanes[0]]
         paths = [plan.paths[i] for i in group.leaves]
@@ -154,8 +154,11 @@ def average(
             jnp.asarray(seed, jnp.uint32),
             jnp.asarray(ok),
         )
-        outcome = average_group(group, route, pending[number], given, outer, keep_sent)
-        shapes = [piece.shape for piece in given.gradients]
+        outcomes.append(average_group(group, route, pending[number], given, outer, keep_sent))
+        still_pending.append(jnp.where(ok, jnp.asarray(route) != Route.FP32, pending[number]))
+    for group, outcome in zip(plan.groups, clear_settled(outcomes), strict=True):
+        paths = [plan.paths[i] for i in group.leaves]
+        shapes = [plan.residual_shape(i, s) for i, s in zip(group.leaves, group.segments, strict=True)]
         wholes = _wholes(group, outcome.means, [plan.shapes[i] for i in group.leaves], inner)
         for index, mean in zip(group.leaves, wholes, strict=True):
             means[index] = mean.astype(leaves[index].dtype)
@@ -169,7 +172,6 @@ def average(
         lanes = np.asarray(group.lanes)
         agreement = agreement.at[lanes].set(outcome.agreement)
         residual_ratio = residual_ratio.at[lanes].set(outcome.residual_ratio)
-        still_pending.append(jnp.where(ok, jnp.asarray(route) != Route.FP32, pending[number]))
     if inner is not None and plan.groups:
         agreement, residual_ratio = collectives.gather(jnp.stack([agreement, residual_ratio]), inner).mean(0)
     return Result(

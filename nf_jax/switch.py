@@ -1,4 +1,4 @@
-"""One group of lanes: it sends by the route it is told, receives, and clears what an exact step has settled.
+"""One group of lanes: it sends by the route it is told, and receives.
 
 The route is data, the same on all workers. Here it becomes control flow, and nowhere else.
 """
@@ -28,6 +28,7 @@ class Outcome(NamedTuple):
       sent: stacks, this worker's share as the others understood it; empty unless asked for.
       residuals: stacks, empty without error feedback.
       server: a `f32[k, shard_size]` per stack, or empty.
+      settled: `bool[]`, whether an exact step has paid the residuals out; None: it never does.
       agreement, residual_ratio: `f32[lanes]`, see `telemetry.Signals`.
     """
 
@@ -35,6 +36,7 @@ class Outcome(NamedTuple):
     sent: Sequence[Array]
     residuals: Sequence[Array]
     server: Sequence[Array]
+    settled: Array | None
     agreement: Array
     residual_ratio: Array
 
@@ -59,7 +61,7 @@ def average_group(
     axis: collectives.Where,
     keep_sent: bool,
 ) -> Outcome:
-    """Sends, receives, and sets to zero what an exact step has settled.
+    """Sends and receives; what an exact step has settled is cleared later (`clear_settled`).
 
     Sending is a loop of one trip or none: a loop works on its arrays in place, where a conditional would
     copy the residuals at every step, and most of all at an exact one, that does not touch them.
@@ -75,11 +77,29 @@ def average_group(
         carry = carry._replace(todo=route != Route.FP32)
         carry = _once(lambda held: _send_by(route, lossy, group, given, axis, held), carry)
     means, sent, settled = _receive(group, route, pending, given, carry, axis, keep_sent)
-    memory = [*carry.residuals, *carry.server]
-    if settled is not None and memory:
-        memory = _clear(settled, memory)
-    num = len(carry.residuals)
-    return Outcome(means, sent, memory[:num], memory[num:], carry.agreement, carry.residual_ratio)
+    return Outcome(means, sent, carry.residuals, carry.server, settled, carry.agreement, carry.residual_ratio)
+
+
+def clear_settled(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Sets the residuals to zero that an exact step has paid out: one loop for all, of one trip or none."""
+    memory = {i: (o.residuals, o.server) for i, o in enumerate(outcomes) if o.settled is not None}
+    flags = {i: outcomes[i].settled for i in memory}
+    if not memory:
+        return list(outcomes)
+
+    def body(held: tuple[Array, Any]) -> tuple[Array, Any]:
+        cleared = {
+            i: jax.tree.map(lambda part, i=i: jnp.where(flags[i], jnp.zeros((), part.dtype), part), parts)
+            for i, parts in held[1].items()
+        }
+        return jnp.asarray(False), cleared
+
+    todo = jnp.any(jnp.stack(list(flags.values())))
+    _, memory = lax.while_loop(lambda held: held[0], body, (todo, memory))
+    return [
+        o._replace(residuals=memory[i][0], server=memory[i][1]) if i in memory else o
+        for i, o in enumerate(outcomes)
+    ]
 
 
 def _empty_carry(group: Group, given: Given, axis: collectives.Where, keep_sent: bool) -> _Carry:
@@ -180,12 +200,3 @@ def _receive(
     if settles:
         index = jnp.where((route == Route.FP32) & pending, np.int32(len(group.routes)), index)
     return lax.switch(index, branches)
-
-
-def _clear(settled: Array, memory: list[Array]) -> list[Array]:
-    """Zeros where settled; in place, like sending."""
-
-    def body(held: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-        return jnp.asarray(False), [collectives.vary_like(jnp.zeros_like(part), part) for part in held[1]]
-
-    return lax.while_loop(lambda held: held[0], body, (settled, memory))[1]
