@@ -180,11 +180,6 @@ def admitted(state: HealthState) -> Array:
     return (state.state == _i32(Health.ADMITTED)) | (state.state == _i32(Health.PROBATION))
 
 
-def lane_admitted(state: HealthState) -> Array:
-    """bool[L]: whether the lane's own residual allows it to travel low-bit in the next step."""
-    return state.lane_wait == _i32(0)
-
-
 def _f32(value: float) -> np.ndarray:
     return np.asarray(min(value, _MAX_VALUE), np.float32)
 
