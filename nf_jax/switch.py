@@ -82,8 +82,8 @@ def average_group(
 
 def clear_settled(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Sets the residuals to zero that an exact step has paid out: one loop for all, of one trip or none."""
-    memory = {i: (o.residuals, o.server) for i, o in enumerate(outcomes) if o.settled is not None}
-    flags = {i: outcomes[i].settled for i in memory}
+    flags = {i: o.settled for i, o in enumerate(outcomes) if o.settled is not None}
+    memory: dict[int, Any] = {i: (outcomes[i].residuals, outcomes[i].server) for i in flags}
     if not memory:
         return list(outcomes)
 
