@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nf_jax
-from experiments import links_worker
+from experiments import cluster, links_worker
 from nf_jax import Profile, Route
 from nf_jax.profile import Codec, HealthLimits, Phase, Region
 
@@ -139,13 +139,10 @@ def _local(tree: Any) -> Any:
 
 def main() -> None:
     host, hosts = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(os.environ["NF_JAX_DEVICES_PER_HOST"]))
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], hosts, host)
-    shape = (hosts, jax.local_device_count())
-    backend = JaxBackend(jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2))
-    links_worker.serve(backend, backend.make_barrier(), host, hosts)
+    shape = (hosts, int(os.environ["NF_JAX_DEVICES_PER_HOST"]))
+    with cluster.joined(cluster.Cluster(distributed=True), shape[0] * shape[1]):
+        backend = JaxBackend(jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2))
+        links_worker.serve(backend, backend.make_barrier(), host, hosts)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Results that are the same on all workers are typed so (`to="invarying"`) where `shard_map` checks it. Sums
 over workers that decide something are taken in worker order, so that they have the same bits in one process
-and in several; only `mean_exact` leaves the order to the backend.
+and in several; only exact means leave the order to the backend.
 """
 
 from __future__ import annotations
@@ -185,36 +185,39 @@ def mean_leaves(leaves: Sequence[Array], axis: AxisName) -> list[Array]:
     `f16` and `bf16` are summed in f32, small integers in 32 bits, so that the sum loses and overflows
     nothing; the mean of integers is rounded to the nearest, half to even, without leaving the integers.
     """
-    return mean_and_gather(leaves, None, axis)[0]
+    if lax.axis_size(axis) == 1 and not is_checked(axis):
+        return list(leaves)
+    return _mean_beside(leaves, (), axis)[0]
 
 
-def mean_and_gather(
-    leaves: Sequence[Array], numbers: Array | None, axis: AxisName
-) -> tuple[list[Array], Array | None]:
+def mean_and_gather(leaves: Sequence[Array], numbers: Array, axis: AxisName) -> tuple[list[Array], Array]:
     """`mean_leaves(leaves)` and `gather(numbers)`, `f32[n]` -> `f32[W, n]`, together where that can be.
 
     Beside an all-reduce a gather waits for all workers a second time. So the numbers ride along, each
     worker's in a row of its own, zero elsewhere: a sum with zeros is exact in any order.
     """
     num_workers = lax.axis_size(axis)
-    if num_workers == 1 and not is_checked(axis):
-        return list(leaves), None if numbers is None else numbers[None]
+    if num_workers == 1 or not rides_along([leaf.dtype for leaf in leaves]):
+        return mean_leaves(leaves, axis), gather(numbers, axis)
+    is_own = jnp.arange(num_workers)[:, None] == lax.axis_index(axis)
+    means, (gathered,) = _mean_beside(leaves, (jnp.where(is_own, numbers, jnp.float32(0)),), axis)
+    return means, gathered
+
+
+def _mean_beside(
+    leaves: Sequence[Array], others: Sequence[Array], axis: AxisName
+) -> tuple[list[Array], list[Array]]:
+    """The means of leaves and, from the same all-reduce, the sums of others."""
     wide = [leaf.astype(_WIDE.get(leaf.dtype.name, leaf.dtype)) for leaf in leaves]
     inexact = [i for i, leaf in enumerate(wide) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     integers = [i for i in range(len(wide)) if i not in set(inexact)]
-    gathered = None
-    if numbers is not None and rides_along([leaf.dtype for leaf in leaves]):
-        is_own = jnp.arange(num_workers)[:, None] == lax.axis_index(axis)
-        rows = jnp.where(is_own, numbers, jnp.float32(0))
-        *sums, gathered = lax.psum((*(wide[i] for i in inexact), rows), axis)
-    else:
-        sums = lax.psum(tuple(wide[i] for i in inexact), axis) if inexact else []
-        gathered = None if numbers is None else gather(numbers, axis)
-    means = {i: total / num_workers for i, total in zip(inexact, sums, strict=True)}
+    summed, num_workers = [*(wide[i] for i in inexact), *others], lax.axis_size(axis)
+    sums = list(lax.psum(tuple(summed), axis)) if summed else []
+    means = {i: total / num_workers for i, total in zip(inexact, sums, strict=False)}
     if integers:
-        sums = lax.psum(tuple(wide[i] for i in integers), axis)
-        means |= {i: _round_mean(s, num_workers) for i, s in zip(integers, sums, strict=True)}
-    return [means[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)], gathered
+        totals = lax.psum(tuple(wide[i] for i in integers), axis)
+        means |= {i: _round_mean(total, num_workers) for i, total in zip(integers, totals, strict=True)}
+    return [means[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)], sums[len(inexact) :]
 
 
 def rides_along(dtypes: Sequence[Any]) -> bool:

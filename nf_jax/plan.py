@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nf_jax import buckets, capacity, regions
+from nf_jax import buckets, regions, wire
 from nf_jax import segments as segment_rules
 from nf_jax.groups import Group
 from nf_jax.profile import Leaf, Profile, Route
@@ -160,7 +160,7 @@ def plan(profile: Profile, params: Any, num_workers: int | tuple[int, int]) -> P
         groups=group_ids,
         fixed=fixed,
         num_elements=tuple(sum(math.prod(shapes[i]) for i in s.leaf_indices) for s in slices),
-        wire_bytes=_wire_bytes(slices, groups, packed, shapes, dtypes, num_hosts, num_inner),
+        wire_bytes=wire.lane_bytes(slices, groups, packed, shapes, dtypes, num_hosts, num_inner),
     )
     return Plan(
         num_workers=num_hosts * num_inner,
@@ -175,10 +175,10 @@ def plan(profile: Profile, params: Any, num_workers: int | tuple[int, int]) -> P
         groups=groups,
         exact=exact,
         idle=idle,
-        overhead_bytes=_overhead_bytes(
+        overhead_bytes=wire.signal_bytes(
             len(profile.regions), [dtypes[i] for i in exact], num_hosts, num_inner
         ),
-        fp32_bytes=_plain_bytes(lanes, slices, shapes, dtypes, num_hosts * num_inner, num_inner),
+        fp32_bytes=wire.plain_bytes(lanes, slices, shapes, dtypes, num_hosts * num_inner, num_inner),
     )
 
 
@@ -191,11 +191,6 @@ def to_levels(num_workers: Any) -> tuple[int, int]:
             f"got {num_workers!r}"
         )
     return pair
-
-
-def num_signals(num_regions: int) -> int:
-    """Numbers a worker contributes to the step's signals: loss, load, and per region norm and non-finite."""
-    return 2 + 2 * num_regions
 
 
 def _dtype_name(path: str, leaf: Any) -> str:
@@ -287,71 +282,3 @@ def _group(
         codec=profile.regions[region].codec,
         routes=profile.routes_of(region),
     )
-
-
-def _wire_bytes(
-    slices: Sequence[buckets.LaneSlice],
-    groups: Sequence[Group],
-    packed: set[int],
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[str],
-    num_hosts: int,
-    num_inner: int,
-) -> tuple[tuple[int, int, int, int], ...]:
-    """Bytes per lane and route. A group's lanes share its collectives; their parts add up to the whole.
-
-    What is always exact goes by a plain mean over all workers: a ring that is laid host by host crosses
-    between hosts as often as one over hosts, once for all the devices of a host.
-    """
-    rows = []
-    for lane in slices:
-        exact = [i for i in lane.leaf_indices if i not in packed]
-        num_bytes = sum(math.prod(shapes[i]) * _wire_itemsize(dtypes[i]) for i in exact)
-        sent = -(-capacity.allreduce_bytes(num_bytes, num_hosts * num_inner) // num_inner)
-        rows.append([sent] * len(Route))
-    for group in groups:
-        for route in Route:
-            before = 0
-            for position, lane in enumerate(group.lanes):
-                owned = zip(group.segments, group.lane_of_leaf, strict=True)
-                upto = capacity.group_bytes(
-                    route,
-                    [segment for segment, owner in owned if owner <= position],
-                    position + 1,
-                    group.codec,
-                    num_hosts,
-                )
-                rows[lane][route] += upto - before
-                before = upto
-    return tuple((row[0], row[1], row[2], row[3]) for row in rows)
-
-
-def _overhead_bytes(num_regions: int, exact_dtypes: Sequence[str], num_hosts: int, num_inner: int) -> int:
-    num_workers = num_hosts * num_inner
-    together = num_workers > 1 and any(jnp.issubdtype(dtype, jnp.inexact) for dtype in exact_dtypes)
-    sent = capacity.signal_bytes(num_signals(num_regions), num_workers, together)
-    if num_inner == 1:
-        return sent
-    # A ring crosses once for all devices of a host; a gather reaches every device of the other hosts.
-    return -(-sent // num_inner) if together else sent * (num_hosts - 1) * num_inner // (num_workers - 1)
-
-
-def _plain_bytes(
-    lanes: Lanes,
-    slices: Sequence[buckets.LaneSlice],
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[str],
-    num_workers: int,
-    num_inner: int,
-) -> int:
-    """What a plain mean over all workers would send; with one level, the FP32 route of every lane."""
-    if num_inner == 1:
-        return sum(row[Route.FP32] for row in lanes.wire_bytes)
-    leaves = [leaf for lane in slices for leaf in lane.leaf_indices]
-    num_bytes = sum(math.prod(shapes[leaf]) * _wire_itemsize(dtypes[leaf]) for leaf in leaves)
-    return -(-capacity.allreduce_bytes(num_bytes, num_workers) // num_inner)
-
-
-def _wire_itemsize(dtype: str) -> int:
-    """Small dtypes are averaged in 32 bits, so that a sum over workers loses and overflows nothing."""
-    return max(4, jnp.dtype(dtype).itemsize)

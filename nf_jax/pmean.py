@@ -168,7 +168,8 @@ def average(
         if outcome.residuals:
             memory.residual.update(zip(paths, unstack(outcome.residuals, shapes), strict=True))
         if outcome.server:
-            memory.server_residual.update(zip(paths, _unstack_servers(outcome.server), strict=True))
+            sizes = [(segment.shard_size,) for segment in group.segments]
+            memory.server_residual.update(zip(paths, unstack(outcome.server, sizes), strict=True))
         lanes = np.asarray(group.lanes)
         agreement = agreement.at[lanes].set(outcome.agreement)
         residual_ratio = residual_ratio.at[lanes].set(outcome.residual_ratio)
@@ -193,7 +194,7 @@ def _pieces(group: Group, leaves: Sequence[Array], inner: collectives.Level | No
         for leaf, segment in zip(leaves, group.segments, strict=True)
     ]
     stacks = [collectives.mean_of_rows(stack, inner) for stack in join_stacks(group, whole)]
-    return [part[0] for stack in stacks for part in jnp.split(stack, stack.shape[0])]
+    return unstack(stacks, [segment.matrix_shape for segment in group.segments])
 
 
 def _wholes(
@@ -225,10 +226,6 @@ def _stack_servers(group: Group, servers: Sequence[Array | None]) -> list[Array]
     if not group.keeps_server_residual or any(server is None for server in servers):
         return None
     return join_stacks(group, [server for server in servers if server is not None])
-
-
-def _unstack_servers(stacks: Sequence[Array]) -> list[Array]:
-    return [row[0] for stack in stacks for row in jnp.split(stack, stack.shape[0])]
 
 
 def _check_length(plan: Plan, shape: tuple[int, ...]) -> None:

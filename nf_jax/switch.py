@@ -44,7 +44,6 @@ class Outcome(NamedTuple):
 class _Carry(NamedTuple):
     """What sending changes: the memory, and a place for what arrives by each lossy route."""
 
-    todo: Array
     residuals: list[Array]
     server: list[Array]
     payloads: dict[Route, tuple[Array, ...]]
@@ -74,8 +73,8 @@ def average_group(
     elif lossy == list(group.routes) and len(lossy) == 1:
         carry = _send(lossy[0], group, given, axis, carry)
     else:
-        carry = carry._replace(todo=route != Route.FP32)
-        carry = _once(lambda held: _send_by(route, lossy, group, given, axis, held), carry)
+        send = functools.partial(_send_by, route, lossy, group, given, axis)
+        carry = _once(route != Route.FP32, send, carry)
     means, sent, settled = _receive(group, route, pending, given, carry, axis, keep_sent)
     return Outcome(means, sent, carry.residuals, carry.server, settled, carry.agreement, carry.residual_ratio)
 
@@ -87,15 +86,13 @@ def clear_settled(outcomes: Sequence[Outcome]) -> list[Outcome]:
     if not memory:
         return list(outcomes)
 
-    def body(held: tuple[Array, Any]) -> tuple[Array, Any]:
-        cleared = {
+    def clear(memory: dict[int, Any]) -> dict[int, Any]:
+        return {
             i: jax.tree.map(lambda part, i=i: jnp.where(flags[i], jnp.zeros((), part.dtype), part), parts)
-            for i, parts in held[1].items()
+            for i, parts in memory.items()
         }
-        return jnp.asarray(False), cleared
 
-    todo = jnp.any(jnp.stack(list(flags.values())))
-    _, memory = lax.while_loop(lambda held: held[0], body, (todo, memory))
+    memory = _once(jnp.any(jnp.stack(list(flags.values()))), clear, memory)
     return [
         o._replace(residuals=memory[i][0], server=memory[i][1]) if i in memory else o
         for i, o in enumerate(outcomes)
@@ -110,7 +107,6 @@ def _empty_carry(group: Group, given: Given, axis: collectives.Where, keep_sent:
     typed = functools.partial(collectives.vary_like, other=given.gradients[0], among=axis)
     agreement, residual_ratio = map(typed, nothing_voted(group))
     return _Carry(
-        todo=jnp.asarray(True),
         residuals=[collectives.vary_like(stack, given.gradients[0]) for stack in given.residuals or []],
         server=[collectives.vary_like(part, given.gradients[0]) for part in given.server or []],
         payloads=jax.tree.map(typed, payloads),
@@ -120,11 +116,18 @@ def _empty_carry(group: Group, given: Given, axis: collectives.Where, keep_sent:
     )
 
 
-def _once(body: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:
-    """`body(carry)` if `carry.todo`."""
+def _once(todo: Array, body: Callable[[Any], Any], value: Any) -> Any:
+    """`body(value)` if `todo`, else `value`, in place."""
     return lax.while_loop(
-        lambda held: held.todo, lambda held: body(held)._replace(todo=jnp.asarray(False)), carry
-    )
+        lambda held: held[0], lambda held: (jnp.asarray(False), body(held[1])), (todo, value)
+    )[1]
+
+
+def _position(routes: Sequence[Route], route: Array) -> Array:
+    """Where a route stands among `routes`, `int32[]`."""
+    position = np.zeros(len(Route), np.int32)
+    position[list(routes)] = range(len(routes))
+    return jnp.asarray(position)[route]
 
 
 def _send_by(
@@ -139,9 +142,7 @@ def _send_by(
     branches = [functools.partial(_send, r, group, given, axis) for r in lossy]
     if len(branches) == 1:
         return branches[0](carry)
-    position = np.zeros(len(Route), np.int32)
-    position[list(lossy)] = range(len(lossy))
-    return lax.switch(jnp.asarray(position)[route], branches, carry)
+    return lax.switch(_position(lossy, route), branches, carry)
 
 
 def _send(route: Route, group: Group, given: Given, axis: collectives.Where, carry: _Carry) -> _Carry:
@@ -194,9 +195,7 @@ def _receive(
     branches = [by_route(r) for r in group.routes] + [settle] * settles
     if len(branches) == 1:
         return *branches[0]()[:2], None
-    position = np.zeros(len(Route), np.int32)
-    position[list(group.routes)] = range(len(group.routes))
-    index = jnp.asarray(position)[route]
+    index = _position(group.routes, route)
     if settles:
         index = jnp.where((route == Route.FP32) & pending, np.int32(len(group.routes)), index)
     return lax.switch(index, branches)

@@ -167,15 +167,10 @@ def pmap_step(
       4.0
     """
 
+    one = functools.partial(train_step, loss_fn=loss_fn, axis=axis, accumulate_steps=accumulate_steps)
+
     def body(state: Any, batch: Any, load: Any) -> tuple[Any, dict[str, Array]]:
-        return train_step(
-            state,
-            batch,
-            loss_fn=loss_fn,
-            axis=axis,
-            accumulate_steps=accumulate_steps,
-            reducer_load=load,
-        )
+        return one(state, batch, reducer_load=load)
 
     donated = (0,) if donate else ()
     mapped = jax.pmap(body, axis_name=axis, devices=devices, donate_argnums=donated)
@@ -226,15 +221,10 @@ def shard_map_step(
             "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
         )
 
+    one = functools.partial(train_step, loss_fn=loss_fn, axis=axis, accumulate_steps=accumulate_steps)
+
     def body(state: Any, batch: Any, load: Any) -> tuple[Any, dict[str, Array]]:
-        return train_step(
-            state,
-            batch,
-            loss_fn=loss_fn,
-            axis=axis,
-            accumulate_steps=accumulate_steps,
-            reducer_load=None if load is None else load[0],
-        )
+        return one(state, batch, reducer_load=None if load is None else load[0])
 
     mapped = jax.shard_map(
         body,

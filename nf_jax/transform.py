@@ -102,7 +102,6 @@ def aggregate_gradients(
 
         own = _own_numbers(plan, len(profile.regions), leaves, value, reducer_load)
         exact, gathered = collectives.mean_and_gather([leaves[i] for i in plan.exact], own, axis)
-        assert gathered is not None
         signals, ok = _signals(gathered, len(profile.regions), has_loss=value is not None)
         chosen = jnp.asarray(state.info.next_routes) if pinned is None else pinned
         memory = jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), state.memory)

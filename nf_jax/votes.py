@@ -9,7 +9,7 @@ two phases (2102.02888), error feedback (1901.09847).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +53,6 @@ def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bo
         for stack, (row, col) in zip(add_residuals(gradients, given, reader=2), factors, strict=True)
     ]
     words = jnp.stack([codecs.pack_bits(cut_shards(group, plane)) for plane in zip(*bits, strict=True)], 1)
-    deliver = _deliver_straight if _goes_straight(group, words.shape[0], gated) else _deliver_by_shards
-    arriving = deliver(group, given, words, factors, axis)
-
     # Decoded from the words, not decided anew: so residuals are written, in place, after all have read them.
     sent = [
         values * (row * col)
@@ -63,51 +60,42 @@ def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bo
     ]
     corrected = add_residuals(gradients, given, reader=3)
     residuals, squared = new_residuals(group, given, corrected, sent)
-    gathered, server, agreeing, squared = arriving(squared)
+    if _goes_straight(group, words.shape[0], gated):
+        gathered, agreeing, squared = _deliver_straight(group, words, squared, axis)
+        server = given.server
+    else:
+        gathered, agreeing, squared, server = _deliver_by_shards(group, given, words, squared, factors, axis)
     sizes = np.bincount(group.lane_of_leaf, [segment.size for segment in group.segments], len(group.lanes))
     ratio = norm_ratio(squared / jnp.float32(gathered.shape[0]), mean_squared)
     agreement = agreeing * np.asarray(1 / sizes, np.float32)
     return Sent((gathered, agreed), residuals, server, agreement, ratio, sent)
 
 
-Arrived = tuple[Array, Sequence[Array] | None, Array, Array]
-"""Words of all workers, `uint32[W, n]`; server residuals; |mean vote| and squared residual norms summed over
-all elements and workers, `f32[lanes]`."""
-
-
 def _deliver_straight(
-    group: Group, given: Given, words: Array, factors: Factors, axis: collectives.Where
-) -> Callable[[Array], Arrived]:
-    """Every word to every worker."""
-    del factors
+    group: Group, words: Array, squared: Array, axis: collectives.Where
+) -> tuple[Array, Array, Array]:
+    """Every word to every worker: `uint32[W, n]`; and, summed over all elements and workers, `f32[lanes]`,
+    |mean vote| and the squared residual norms."""
     gathered = collectives.gather(words, axis)
     votes = _votes_of(gathered)
     majority = codecs.majority_words(codecs.count_votes(votes), votes.shape[0], jnp.zeros_like(votes[0]))
     sizes = jnp.asarray([segment.size for segment in group.segments], jnp.float32)
     agreeing = sum_by_lane(group, excess_by_leaf(group, votes, majority, sizes))
-
-    def arriving(squared: Array) -> Arrived:
-        totals = collectives.gather(squared, axis).sum(0)
-        return gathered.reshape(gathered.shape[0], -1), given.server, agreeing, totals
-
-    return arriving
+    return gathered.reshape(gathered.shape[0], -1), agreeing, collectives.gather(squared, axis).sum(0)
 
 
 def _deliver_by_shards(
-    group: Group, given: Given, words: Array, factors: Factors, axis: collectives.Where
-) -> Callable[[Array], Arrived]:
-    """Shard i of every worker to worker i, and what it makes of them to all."""
+    group: Group, given: Given, words: Array, squared: Array, factors: Factors, axis: collectives.Where
+) -> tuple[Array, Array, Array, Sequence[Array] | None]:
+    """Shard i of every worker to worker i, and what it makes of them to all; as `_deliver_straight`, and the
+    new server residuals."""
     votes = collectives.exchange(words, axis)
     votes = votes.reshape(-1, votes.shape[2])
     down, levels, server, agreeing = reduce_votes(group, given, votes, factors, axis)
-
-    def arriving(squared: Array) -> Arrived:
-        numbers = lax.bitcast_convert_type(jnp.concatenate([levels, agreeing, squared]), jnp.uint32)
-        gathered = collectives.gather(jnp.concatenate([down.reshape(-1), numbers]), axis)
-        agreed, kept = jnp.split(as_f32(gathered[:, -2 * len(group.lanes) :]).sum(0), 2)
-        return gathered, server, agreed, kept
-
-    return arriving
+    numbers = lax.bitcast_convert_type(jnp.concatenate([levels, agreeing, squared]), jnp.uint32)
+    gathered = collectives.gather(jnp.concatenate([down.reshape(-1), numbers]), axis)
+    agreeing, squared = jnp.split(as_f32(gathered[:, -2 * len(group.lanes) :]).sum(0), 2)
+    return gathered, agreeing, squared, server
 
 
 def _votes_of(gathered: Array) -> Array:
@@ -172,11 +160,11 @@ def _vote_bits(corrected: Array, level: Array, codec: Codec, tie: Array, gated: 
 
 def _decode_vote(words: Array) -> Array:
     """What one worker's words say, `uint32[..., planes, m]` -> `f32[..., 32 * m]`, in units of the level."""
-    bits = [codecs.unpack_bits(words[..., plane, :]) for plane in range(words.shape[-2])]
+    if words.shape[-2] == 1:
+        return codecs.decode_levels(words, codecs.LEVELS["majority"])
+    positive, not_negative = (codecs.unpack_bits(words[..., plane, :]) for plane in range(2))
     one, zero = jnp.float32(1), jnp.float32(0)
-    if len(bits) == 1:
-        return jnp.where(bits[0], one, -one)
-    return jnp.where(bits[0], one, jnp.where(bits[1], zero, -one))
+    return jnp.where(positive, one, jnp.where(not_negative, zero, -one))
 
 
 # -------------------------------------------------------------------------------------------- receiving

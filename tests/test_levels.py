@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from workers import rows_are_equal
+from workers import rows_are_equal, sent_bytes
 
 import nf_jax
 from nf_jax import Profile, Route
@@ -132,7 +131,7 @@ def test_claimed_bytes_are_those_between_hosts(name: str):
     _, state = run(name, (2, 2), "shard_map", num_steps=1)
     info = nf_jax.step_info(state)
     if "guided" not in name:  # of several branches only one is taken
-        assert crossing_bytes(compiled.as_text(), 4, 2) == pytest.approx(info.wire_bytes, abs=2)
+        assert sent_bytes(compiled.as_text(), 4, num_inner=2) == pytest.approx(info.wire_bytes, abs=2)
     total = sum(int(np.prod(shape)) for shape in SHAPES.values())
     assert info.fp32_bytes == 2 * 3 * 4 * total // 4 // 2
 
@@ -141,43 +140,6 @@ def test_signs_cost_a_32nd_between_hosts():
     params = {"kernel": jax.ShapeDtypeStruct((2048, 2048), "float32")}
     plan = nf_jax.plan(Profile.static(SIGN, scale="leaf"), params, (2, 2))
     assert plan.wire_bytes([SIGN]) / plan.fp32_bytes < 0.035
-
-
-def crossing_bytes(hlo: str, num_workers: int, num_inner: int) -> float:
-    """Bytes that one worker sends to other hosts, on average, by a compiled program's collectives."""
-    sizes = {"f32": 4, "u32": 4, "s32": 4, "u16": 2, "u8": 1, "pred": 1}
-    total, pattern = (
-        0.0,
-        r"= (\(.*?\)|\S+) (all-reduce|all-to-all|all-gather|reduce-scatter)\(.*replica_groups=",
-    )
-    for line in hlo.splitlines():
-        if not (match := re.search(pattern, line)):
-            continue
-        arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", match[1])
-        result = sum(sizes[k] * int(np.prod([int(n) for n in d.split(",") if n])) for k, d in arrays)
-        groups = replica_groups(line[match.end() :], num_workers)
-        hosts = {member // num_inner for member in groups[0]}
-        size, remote = len(groups[0]), len(groups[0]) * (len(hosts) - 1) / len(hosts)
-        if match[2] == "all-reduce":  # a ring laid host by host
-            total += 2 * (size - 1) / size * result * (len(hosts) > 1) * len(hosts) / size
-        else:
-            total += remote * result / size
-    return total
-
-
-def replica_groups(text: str, num_workers: int) -> list[list[int]]:
-    """`{{0,2},{1,3}}`, or `[2,2]<=[2,2]T(1,0)`: numbers in order, transposed, cut into rows."""
-    if text.startswith("{"):
-        listed = re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text)
-        assert listed
-        return [[int(n) for n in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", listed[1])]
-    match = re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    assert match
-    shape = [int(n) for n in match[3].split(",")]
-    numbers = np.arange(num_workers).reshape(shape)
-    if match[4]:
-        numbers = numbers.transpose([int(n) for n in match[4].split(",")])
-    return numbers.reshape(int(match[1]), int(match[2])).tolist()
 
 
 # ------------------------------------------------------------------------------------------------ errors

@@ -68,22 +68,45 @@ _ITEM_BYTES = {"pred": 1, "u8": 1, "s8": 1, "u16": 2, "s16": 2, "f16": 2, "bf16"
 _ITEM_BYTES |= {"u32": 4, "s32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8}
 
 
-def sent_bytes(hlo: str, num_workers: int) -> float:
-    """Bytes that one worker sends, by the collectives of a compiled program.
+def sent_bytes(hlo: str, num_workers: int, num_inner: int = 1) -> float:
+    """Bytes that one worker sends to other hosts of `num_inner` devices, on average, by a compiled program.
 
-    A ring all-reduce sends `2 (W - 1) / W` of its operand, an all-to-all `(W - 1) / W` of it, an
-    all-gather `W - 1` times the shard, which is `(W - 1) / W` of its result.
+    A ring all-reduce, laid host by host, sends `2 (n - 1) / n` of its operand over every border between
+    hosts, the others send a share of `1 / n` of their whole to every other member.
     """
     total = 0.0
-    for shapes, operation, asynchronous in _OPERATION.findall(hlo):
-        assert not asynchronous and operation in ("all-reduce", "all-gather", "all-to-all")
+    for line in hlo.splitlines():
+        if not (match := _OPERATION.search(line)):
+            continue
+        shapes, operation, asynchronous = match.groups()
+        assert not asynchronous and operation in ("all-reduce", "all-gather", "all-to-all", "reduce-scatter")
         result = sum(
             _ITEM_BYTES[kind] * int(np.prod([int(n) for n in dims.split(",") if n]))
             for kind, dims in _ARRAY.findall(shapes)
         )
-        factor = 2 if operation == "all-reduce" else 1
-        total += factor * (num_workers - 1) / num_workers * result
+        members = _members(line, num_workers)
+        size, num_hosts = len(members), len({member // num_inner for member in members})
+        if num_hosts == 1:
+            continue
+        if operation == "all-reduce":
+            total += 2 * (size - 1) / size * result * num_hosts / size
+        else:
+            assert operation != "reduce-scatter"
+            total += result / size * (size - size // num_hosts)
     return total
+
+
+def _members(line: str, num_workers: int) -> list[int]:
+    """The first of an operation's groups: `{{0,2},{1,3}}`, or `[2,2]<=[2,2]T(1,0)`: numbers in order,
+    transposed, cut into rows."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return [int(n) for n in listed[1].split(",")]
+    match = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    assert match, line
+    numbers = np.arange(num_workers).reshape([int(n) for n in match[3].split(",")])
+    if match[4]:
+        numbers = numbers.transpose([int(n) for n in match[4].split(",")])
+    return numbers.reshape(int(match[1]), int(match[2]))[0].tolist()
 
 
 def collectives_of(hlo: str) -> list[str]:
