@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +57,8 @@ def main() -> None:
         {"inspect": Inspect, "validate": Validate, "report": Report}, prog="nf-jax", description=__doc__
     )
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=200)  # a file or a pipe has no edge to cut tables at
     try:
         {Inspect: inspect, Validate: validate, Report: report_run}[type(command)](command, console)
     except ValueError as error:

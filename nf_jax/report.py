@@ -24,32 +24,38 @@ _COLORS = ("#DDDDDD", "#009E73", "#0072B2", "#E69F00")
 
 def plan_tables(profile: Profile, plan: Plan) -> list[Table]:
     """What travels how: one line per lane, the sums per phase, and the reasons that occur."""
-    lanes = _table(f"{profile.name}: {plan.num_lanes} lanes, {plan.num_workers} workers")
-    for name in (
-        "lane",
-        "group",
-        "leaves",
-        "elements",
-        "low-bit part",
-        *(r.name for r in Route),
-        "always FP32",
-    ):
-        lanes.add_column(name, justify="left" if name in ("lane", "always FP32") else "right", no_wrap=True)
+    lanes = _table(f"{profile.name}: {plan.num_lanes} lanes, {plan.num_workers} workers; bytes by route")
+    possible = [(_routes_of(plan, i)) for i in range(plan.num_lanes)]
+    used = [route for route in Route if any(route in routes for routes in possible)]
+    lanes.add_column("lane", no_wrap=True)
+    for name in ("group", "leaves", "elements", "low-bit", *(route.name for route in used)):
+        lanes.add_column(name, justify="right", no_wrap=True)
+    lanes.add_column("why only FP32", no_wrap=True)
     packed = {leaf: s.size for g in plan.groups for leaf, s in zip(g.leaves, g.segments, strict=True)}
     for i, name in enumerate(plan.lanes.names):
-        sizes = [packed.get(leaf, 0) for leaf in plan.lane_leaves[i]]
+        sizes = [packed.get(leaf, 0) * plan.num_inner for leaf in plan.lane_leaves[i]]
         group, reason = plan.lanes.groups[i], plan.lanes.fixed[i]
-        routes = plan.groups[group].routes if group >= 0 else (Route.FP32,)
         lanes.add_row(
             name,
             str(group) if group >= 0 else "",
             str(len(plan.lane_leaves[i])),
             f"{plan.lanes.num_elements[i]:,}",
             f"{sum(sizes) / plan.lanes.num_elements[i]:.1%}",
-            *(f"{plan.lanes.wire_bytes[i][r]:,}" if r in routes else "" for r in Route),
-            "" if reason is None else REASONS[reason],
+            *(f"{plan.lanes.wire_bytes[i][r]:,}" if r in possible[i] else "" for r in used),
+            "" if reason is None else _short(reason),
         )
+    reasons = sorted({reason for reason in plan.lanes.fixed if reason is not None})
+    lanes.caption = "\n".join(f"{_short(reason)}: {REASONS[reason]}" for reason in reasons)
     return [lanes, _phase_table(profile, plan)]
+
+
+def _routes_of(plan: Plan, lane: int) -> tuple[Route, ...]:
+    group = plan.lanes.groups[lane]
+    return plan.groups[group].routes if group >= 0 else (Route.FP32,)
+
+
+def _short(reason: Reason) -> str:
+    return reason.name.lower().replace("_", " ")
 
 
 def _phase_table(profile: Profile, plan: Plan) -> Table:
@@ -75,8 +81,11 @@ def run_table(folder: Path) -> Table:
       ValueError: no trace lies in the folder or below it.
     """
     table = _table(str(folder))
-    for name in ("run", "steps", "wire/FP32", "low-bit steps", "trips", "last state", "last loss", "target"):
-        table.add_column(name, justify="left" if name in ("run", "last state") else "right", no_wrap=True)
+    table.add_column("run", no_wrap=True)
+    for name in ("steps", "wire/FP32", "low-bit", "trips", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("regions at the end")
+    table.add_column("target")
     results = _results(folder)
     torn = []
     for path in find_traces(folder):
@@ -113,8 +122,8 @@ def _summarize(trace: Trace) -> list[str]:
         f"{sent / fp32:.4f}" if fp32 else "-",
         f"{low / len(steps):.1%}",
         str(max(steps[-1]["trips"], default=0)),
-        ", ".join(f"{count} {state}" for state, count in states.items()),
         "-" if loss is None else f"{loss:.4g}",
+        ", ".join(f"{count} {state}" for state, count in states.items()),
     ]
 
 
@@ -136,9 +145,16 @@ def _judge(trace: Trace, row: dict[str, Any] | None) -> str:
 
 def explain(trace: Trace) -> list[str]:
     """Sentences: why lanes travelled as they did, and what tripped when."""
-    counts = collections.Counter(reason for step in trace.steps for reason in step["reasons"])
+    counts: collections.Counter[tuple[int, int]] = collections.Counter()
+    for step in trace.steps:
+        keys = zip(step["routes"], step["reasons"], strict=True)
+        for key, size in zip(keys, trace.lanes.num_elements, strict=True):
+            counts[key] += size
     total = sum(counts.values())
-    lines = [f"{n / total:.1%} of lane-steps: {REASONS[Reason(r)]}" for r, n in counts.most_common()]
+    lines = [
+        f"{n / total:.1%} of all elements sent by {Route(route).name}: {REASONS[Reason(reason)]}"
+        for (route, reason), n in counts.most_common()
+    ]
     before = [0] * len(trace.steps[0]["trips"]) if trace.steps else []
     names = Profile.loads(trace.header["profile"], source="the trace's profile").region_names
     for step in trace.steps:
