@@ -138,11 +138,12 @@ def _local(tree: Any) -> Any:
 
 
 def main() -> None:
+    answers = links_worker.claim_stdout()
     host, hosts = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
     shape = (hosts, int(os.environ["NF_JAX_DEVICES_PER_HOST"]))
     with cluster.joined(cluster.Cluster(distributed=True), shape[0] * shape[1]):
         backend = JaxBackend(jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2))
-        links_worker.serve(backend, backend.make_barrier(), host, hosts)
+        links_worker.serve(backend, backend.make_barrier(), host, hosts, answers)
 
 
 if __name__ == "__main__":

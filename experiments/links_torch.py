@@ -182,12 +182,13 @@ class TorchBackend:
 
 
 def main() -> None:
+    answers = links_worker.claim_stdout()
     host, hosts = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
     address = os.environ["JAX_COORDINATOR_ADDRESS"].rsplit(":", 1)[0]
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", rank=host, world_size=hosts)
     token = torch.zeros(1)
-    links_worker.serve(TorchBackend(), lambda: dist.all_reduce(token), host, hosts)
+    links_worker.serve(TorchBackend(), lambda: dist.all_reduce(token), host, hosts, answers)
     dist.destroy_process_group()
 
 

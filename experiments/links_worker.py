@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
@@ -173,17 +173,29 @@ def prepare(arm: Arm, barrier: Callable[[], None], shapes: str, hosts: int, num_
     return done
 
 
+def claim_stdout() -> TextIO:
+    """Stdout for answers alone; whatever else is printed from now on goes to stderr.
+
+    Call it first: gloo greets on stdout when processes meet.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
 def serve(
-    backend: Backend, barrier: Callable[[], None], host: int, hosts: int, messages: Iterable[str] = sys.stdin
+    backend: Backend,
+    barrier: Callable[[], None],
+    host: int,
+    hosts: int,
+    answers: TextIO,
+    messages: Iterable[str] = sys.stdin,
 ) -> None:
     """Answers the parent until it closes stdin.
 
     Messages: `{"do": "prepare", "arm", "shapes", "steps"}`, `{"do": "turn", "arm", "uncounted", "counted"}`
-    and `{"do": "drop"}`, which forgets all arms and values. Everything else that is printed goes to stderr:
-    gloo greets on stdout.
+    and `{"do": "drop"}`, which forgets all arms and values.
     """
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     arms: dict[str, Arm] = {}
     values: dict[str, Any] = {}
     print(json.dumps({"ready": os.getpid()}), file=answers)
