@@ -54,8 +54,16 @@ def transfer(bed: testbed.Testbed, num_bytes: int) -> float:
     return seconds
 
 
+# Where the tests run in the background, a shell has told them, and all they start, to ignore Ctrl-C.
+START = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("experiments.testbed", run_name="__main__", alter_sys=True)
+"""
+
+
 def start_command(*options: str, script: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "experiments.testbed", *options, "--", "sh", "-c", script]
+    argv = [sys.executable, "-c", START, *options, "--", "sh", "-c", script]
     return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
