@@ -41,7 +41,7 @@ def choose_routes(
 
     Returns:
       (routes, reasons): int32[L] of `Route` and int32[L] of `Reason`. A lane that goes FP32 has the
-      first reason that applies: fixed, the profile, health, its residual, the load, its group.
+      first reason that applies: fixed, the profile, the substrate, health, its residual, the load, its group.
 
     Raises:
       ValueError: lanes of one group have different routes in the profile.
@@ -49,14 +49,9 @@ def choose_routes(
     starts, table = _route_table(profile, lanes)
     _check_groups(table, lanes)
     phase = jnp.sum(step >= starts[1:], dtype=jnp.int32)
-    planned = jnp.asarray(table)[phase] if len(starts) > 1 else jnp.asarray(table[0])
-
-    # What only the profile and the plan decide; -1 where the lane is fit to travel low-bit.
+    refusals = _static_refusals(table, lanes)
+    planned, refusal = jnp.asarray(table)[phase], jnp.asarray(refusals)[phase]
     fp32 = np.asarray(Route.FP32, np.int32)
-    exact = np.where((table == fp32).all(0), np.int32(Reason.PROTECTED), np.int32(Reason.PROFILE))
-    refusal = jnp.where(planned == fp32, exact, np.int32(_ADMIT))
-    fixed = [_ADMIT if reason is None else int(reason) for reason in lanes.fixed]
-    refusal = _first(np.asarray(fixed, np.int32), refusal)
     if profile.fallback:
         refusal = _first(refusal, _refuse(lanes, health, capacity))
         refusal = _first(refusal, _refuse_groups(lanes, refusal))
@@ -75,6 +70,17 @@ def _route_table(profile: Profile, lanes: Lanes) -> tuple[np.ndarray, np.ndarray
     starts = np.asarray([start for start, _ in profile.route_table], np.int32)
     table = np.asarray([routes for _, routes in profile.route_table], np.int32)
     return starts, table[:, np.asarray(lanes.regions, np.int64)]
+
+
+def _static_refusals(table: np.ndarray, lanes: Lanes) -> np.ndarray:
+    """int32[P, L], why a lane goes FP32 whatever training does, or -1: shape, profile, substrate."""
+    fixed = np.asarray([_ADMIT if reason is None else reason for reason in lanes.fixed], np.int32)
+    is_exact = table == Route.FP32
+    by_profile = np.where(is_exact.all(0), Reason.PROTECTED, Reason.PROFILE)
+    pays = np.asarray(lanes.pays or [[True] * len(Route)] * len(lanes.fixed), bool).reshape(-1, len(Route))
+    by_speed = np.where(pays[np.arange(len(pays)), table], _ADMIT, Reason.SLOWER)
+    refusals = np.where(fixed == _ADMIT, np.where(is_exact, by_profile, by_speed), fixed)
+    return refusals.astype(np.int32)
 
 
 def _check_groups(table: np.ndarray, lanes: Lanes) -> None:

@@ -25,6 +25,7 @@ class Reason(enum.IntEnum):
     RESIDUAL = 8
     LOAD = 9
     GROUP = 10
+    SLOWER = 11
 
 
 REASONS: dict[Reason, str] = {
@@ -39,6 +40,7 @@ REASONS: dict[Reason, str] = {
     Reason.RESIDUAL: "its residual grew too large for its gradient",
     Reason.LOAD: "the reducer is saturated",
     Reason.GROUP: "another lane of its group was refused, and a group switches as one",
+    Reason.SLOWER: "low-bit is predicted to gain too little here, by the measured substrate",
 }
 
 
@@ -52,6 +54,7 @@ class Lanes(NamedTuple):
       fixed: a static reason why the lane is always FP32, else None.
       num_elements: elements of the lane.
       wire_bytes: bytes one worker sends in a step, for each `Route` in order.
+      pays: whether each `Route` is expected to pay here, in order; empty: no substrate says, so all do.
     """
 
     names: tuple[str, ...]
@@ -60,6 +63,7 @@ class Lanes(NamedTuple):
     fixed: tuple[Reason | None, ...]
     num_elements: tuple[int, ...]
     wire_bytes: tuple[tuple[int, int, int, int], ...]
+    pays: tuple[tuple[bool, bool, bool, bool], ...] = ()
 
 
 class Signals(NamedTuple):

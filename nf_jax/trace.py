@@ -230,10 +230,12 @@ def _check_header(header: Any, path: object) -> dict[str, Any]:
 
 def _lanes_from_header(header: dict[str, Any], path: object) -> Lanes:
     try:
-        columns = {name: tuple(header["lanes"][name]) for name in Lanes._fields}
+        read = Lanes._field_defaults | header["lanes"]
+        columns = {name: tuple(read[name]) for name in Lanes._fields}
         columns["fixed"] = tuple(None if name is None else Reason[name] for name in columns["fixed"])
-        columns["wire_bytes"] = tuple(tuple(row) for row in columns["wire_bytes"])
-        if len({len(column) for column in columns.values()}) != 1:
+        columns |= {name: tuple(tuple(row) for row in columns[name]) for name in ("wire_bytes", "pays")}
+        sizes = {len(column) for name, column in columns.items() if column or name != "pays"}
+        if len(sizes) != 1:
             raise ValueError("columns of different lengths")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: line 1: expected the lanes of the run, got {error!r}") from None
