@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nf_jax import buckets, regions, wire
+from nf_jax import buckets, costs, regions, wire
 from nf_jax import segments as segment_rules
+from nf_jax.costs import Substrate
 from nf_jax.groups import Group
 from nf_jax.profile import Leaf, Profile, Route
 from nf_jax.segments import Segment
@@ -107,19 +108,28 @@ class Plan:
         return sum(row[int(r)] for row, r in zip(table, routes, strict=True)) + self.overhead_bytes
 
 
-def plan(profile: Profile, params: Any, num_workers: int | tuple[int, int]) -> Plan:
+def plan(
+    profile: Profile,
+    params: Any,
+    num_workers: int | tuple[int, int],
+    *,
+    substrate: Substrate | None = None,
+) -> Plan:
     """Plans the routing of a gradient tree shaped like `params`.
 
     Args:
       profile: the operating profile.
       params: a pytree of arrays, or of anything with a shape and a dtype (`jax.eval_shape`).
       num_workers: size of the data-parallel axis; `(hosts, devices)` for two levels.
+      substrate: what was measured between these workers (between hosts, for two levels): lanes that it
+        predicts to gain too little by going low-bit stay in FP32. None: only the size floor applies.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: a leaf that no region matches, a dtype without a mean, a model that is not the profile's.
+      ValueError: a leaf that no region matches, a dtype without a mean, a model that is not the profile's,
+        a substrate of another number of workers.
 
     Example:
       >>> import jax, nf_jax
@@ -145,23 +155,33 @@ def plan(profile: Profile, params: Any, num_workers: int | tuple[int, int]) -> P
         if i not in idle
         and (segment := _segment(profile, leaf_regions[i], shapes[i], dtypes[i], num_hosts, num_inner))
     }
-    fixed = tuple(_fixed_reason(profile, s, segments, num_hosts) for s in slices)
-    keys = [None if reason is not None else s.region for s, reason in zip(slices, fixed, strict=True)]
-    group_ids = buckets.merge_groups(keys, MAX_GROUPS)
-    groups = tuple(
-        _group(profile, slices, segments, [i for i, g in enumerate(group_ids) if g == number])
-        for number in range(max(group_ids, default=-1) + 1)
-    )
+
+    def route_lanes(fixed: tuple[Reason | None, ...]) -> tuple[Lanes, tuple[Group, ...]]:
+        keys = [None if reason is not None else s.region for s, reason in zip(slices, fixed, strict=True)]
+        group_ids = buckets.merge_groups(keys, MAX_GROUPS)
+        groups = tuple(
+            _group(profile, slices, segments, [i for i, g in enumerate(group_ids) if g == number])
+            for number in range(max(group_ids, default=-1) + 1)
+        )
+        packed = {leaf for group in groups for leaf in group.leaves}
+        lanes = Lanes(
+            names=tuple(f"{s.bucket}/{profile.regions[s.region].name}" for s in slices),
+            regions=tuple(s.region for s in slices),
+            groups=group_ids,
+            fixed=fixed,
+            num_elements=tuple(sum(math.prod(shapes[i]) for i in s.leaf_indices) for s in slices),
+            wire_bytes=wire.lane_bytes(slices, groups, packed, shapes, dtypes, num_hosts, num_inner),
+        )
+        return lanes, groups
+
+    lanes, groups = route_lanes(tuple(_fixed_reason(profile, s, segments, num_hosts) for s in slices))
+    if substrate is not None:
+        substrate.check_workers(num_hosts)
+        asked = costs.admit(profile, lanes, costs.lane_seconds(profile, lanes, substrate))
+        lanes, groups = route_lanes(asked.fixed)
+        lanes = lanes._replace(pays=asked.pays, wire_bytes=_keep_asked(lanes, asked))
     packed = {leaf for group in groups for leaf in group.leaves}
     exact = tuple(i for i in range(len(paths)) if i not in packed and i not in idle)
-    lanes = Lanes(
-        names=tuple(f"{s.bucket}/{profile.regions[s.region].name}" for s in slices),
-        regions=tuple(s.region for s in slices),
-        groups=group_ids,
-        fixed=fixed,
-        num_elements=tuple(sum(math.prod(shapes[i]) for i in s.leaf_indices) for s in slices),
-        wire_bytes=wire.lane_bytes(slices, groups, packed, shapes, dtypes, num_hosts, num_inner),
-    )
     return Plan(
         num_workers=num_hosts * num_inner,
         num_inner=num_inner,
@@ -180,6 +200,12 @@ def plan(profile: Profile, params: Any, num_workers: int | tuple[int, int]) -> P
         ),
         fp32_bytes=wire.plain_bytes(lanes, slices, shapes, dtypes, num_hosts * num_inner, num_inner),
     )
+
+
+def _keep_asked(lanes: Lanes, asked: Lanes) -> tuple[tuple[int, int, int, int], ...]:
+    """Bytes per lane and route; of routes that did not pay, what they would have sent: replay may ask."""
+    rows = zip(lanes.wire_bytes, asked.wire_bytes, asked.fixed, strict=True)
+    return tuple((sent[0], *(old if reason == Reason.SLOWER else sent)[1:]) for sent, old, reason in rows)
 
 
 def to_levels(num_workers: Any) -> tuple[int, int]:

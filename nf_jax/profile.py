@@ -124,6 +124,8 @@ class CapacityLimits(Frozen):
 
     min_lane_bytes: Size = 2**16
     """Smallest routable part of a low-bit lane, FP32 bytes; 0: off."""
+    min_speedup: Annotated[float, Field(ge=1, le=1e38)] = 1.05
+    """Predicted seconds in FP32 over those of a low-bit route, ratio; judged where a substrate is given."""
     max_reducer_load: PositiveLimit = 0.9
     """Busy share of the reducer at which low-bit stops, ratio."""
     resume_reducer_load: checks.Limit = 0.7

@@ -16,6 +16,7 @@ import optax
 from jax import Array
 
 from nf_jax import capacity, collectives, controller, health, regions
+from nf_jax.costs import Substrate
 from nf_jax.plan import MAX_STACKED_SIZE, Plan
 from nf_jax.plan import plan as make_plan
 from nf_jax.pmean import Memory, average
@@ -29,6 +30,7 @@ def aggregate_gradients(
     *,
     axis: collectives.AxisName,
     num_workers: int | tuple[int, int],
+    substrate: Substrate | None = None,
     routes: Sequence[int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages local gradients over workers, per lane as sign counts or in full precision.
@@ -49,6 +51,8 @@ def aggregate_gradients(
         `(hosts, devices)` makes two levels: devices of a host average exactly among themselves, and only
         their means take the routes, between hosts (residuals are 1/devices of the size). `axis` is then
         `(outer, inner)`, or one name whose members are grouped host by host.
+      substrate: what `nf-jax probe` measured between these workers: lanes that it predicts to gain too
+        little by going low-bit stay in FP32. Without one only the profile's size floor applies.
       routes: pins the routes: one per lane, compiled in without a switch. The controller still says in
         `step_info(state).next_routes` what it would choose, so that a host loop can change programs.
 
@@ -73,6 +77,8 @@ def aggregate_gradients(
     """
     if not isinstance(profile, Profile):
         raise ValueError(f"profile: expected an nf_jax.Profile, got {type(profile).__name__}")
+    if substrate is not None:
+        substrate.check_backend(jax.default_backend())
     pinned = None if routes is None else tuple(to_route(route) for route in routes)
     axis = axis if isinstance(axis, str) else tuple(axis)
     if isinstance(num_workers, (tuple, list)) and not isinstance(axis, str) and len(axis) != 2:
@@ -82,7 +88,7 @@ def aggregate_gradients(
 
     def init_fn(params: Any) -> Any:
         _check_unmasked(params)
-        return _init(profile, make_plan(profile, params, num_workers))
+        return _init(profile, make_plan(profile, params, num_workers, substrate=substrate))
 
     def update_fn(
         updates: Any,
@@ -96,7 +102,7 @@ def aggregate_gradients(
         del params, extra_args
         _check_unmasked(updates)
         named, treedef = regions.leaves_with_paths(updates)
-        plan = make_plan(profile, updates, num_workers)
+        plan = make_plan(profile, updates, num_workers, substrate=substrate)
         leaves = [leaf for _, leaf in named]
         _check_call(plan, leaves, state, axis)
 
@@ -308,6 +314,6 @@ def _check_state(plan: Plan, state: AggregateState) -> None:
                 )
     if state.layout.fingerprint != plan.fingerprint:
         raise ValueError(
-            "state: expected one that was made with this profile's regions, buckets, routes and codecs, got "
-            "one of another profile. Call init anew; health limits alone may change under a state."
+            "state: expected one that was made with this substrate and this profile's regions, buckets, "
+            "routes and codecs, got one of others. Call init anew; health limits alone may change under a state."
         )
