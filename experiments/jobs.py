@@ -15,9 +15,9 @@ import rich
 from rich import box, progress
 from rich.table import Table
 
-from experiments import cluster, runs
+from experiments import runs
 from experiments.runs import Config, Policy, Run, Task
-from nf_jax import Profile
+from nf_jax import Profile, cluster
 
 # =============================================================================================== job
 

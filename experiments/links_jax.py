@@ -18,8 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nf_jax
-from experiments import cluster, links_worker
-from nf_jax import Profile, Route
+from experiments import links_worker
+from nf_jax import Profile, Route, cluster
 from nf_jax.profile import Codec, HealthLimits, Phase, Region
 
 AXES = ("hosts", "devices")

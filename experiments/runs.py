@@ -23,8 +23,7 @@ import tyro
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nf_jax
-from experiments import cluster
-from nf_jax import Profile, Route, processes, trace, training
+from nf_jax import Profile, Route, cluster, processes, trace, training
 
 Policy = Literal["fp32", "bf16", "static", "guided"]
 AXIS = "batch"

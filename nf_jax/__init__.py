@@ -1,5 +1,6 @@
 """Profile-guided low-bit gradient aggregation for data-parallel training in JAX (arXiv 2606.25759)."""
 
+from nf_jax.costs import Substrate
 from nf_jax.plan import Plan, plan
 from nf_jax.pmean import pmean
 from nf_jax.profile import Profile, Route
@@ -15,6 +16,7 @@ __all__ = [
     "Profile",
     "Route",
     "StepInfo",
+    "Substrate",
     "aggregate_gradients",
     "plan",
     "pmean",

@@ -6,14 +6,17 @@ import dataclasses
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import tyro
+from rich import progress
 from rich.console import Console
 
-from nf_jax import report
+from nf_jax import cluster, costs_report, report, substrate
+from nf_jax.costs import Substrate
 from nf_jax.plan import plan
 from nf_jax.profile import Profile
 from nf_jax.trace import read_trace
@@ -29,6 +32,8 @@ class Inspect:
     """A profile (TOML)."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-w"])] = 8
     """Size of the data-parallel axis."""
+    substrate: Path | None = None
+    """What `nf-jax probe` wrote: adds predicted times, and keeps in FP32 what does not pay."""
     params: str | None = None
     """MODULE:FUNCTION that returns the parameters or their shapes; default: the profile's own model."""
 
@@ -39,6 +44,27 @@ class Validate:
 
     profiles: Positional[tuple[Path, ...]]
     """Profiles (TOML)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Measures packing, counting and every route between the workers at hand; takes under two minutes.
+
+    On one machine: nf-jax probe --out substrate.toml. Over several: the same command on all of them, with
+    --distributed (SLURM, Open MPI, Kubernetes, TPU pods) or --coordinator HOST:PORT --num-processes N
+    --process-id I. Give the file to aggregate_gradients(..., substrate=nf_jax.Substrate.load(...)).
+    """
+
+    out: Path
+    """The file to write (TOML); a plot of what was measured and fitted goes beside it, as PNG."""
+    devices: int = 8
+    """Workers in all processes together; on cpu, virtual devices."""
+    link: str | None = None
+    """What links the workers, in words, kept in the file."""
+    plots: bool = True
+    """Whether to draw the PNG."""
+    cluster: tyro.conf.OmitArgPrefixes[cluster.Cluster] = dataclasses.field(default_factory=cluster.Cluster)
+    """The processes of the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +80,13 @@ class Report:
 def main() -> None:
     """Entry point of `nf-jax`; exits with 1 on a user error, with one line that says what to do."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"inspect": Inspect, "validate": Validate, "report": Report}, prog="nf-jax", description=__doc__
+        {name: command for name, (command, _) in COMMANDS.items()}, prog="nf-jax", description=__doc__
     )
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=200)  # a file or a pipe has no edge to cut tables at
     try:
-        {Inspect: inspect, Validate: validate, Report: report_run}[type(command)](command, console)
+        dict(COMMANDS.values())[type(command)](command, console)
     except ValueError as error:
         print(f"nf-jax: {error}", file=sys.stderr)
         sys.exit(1)
@@ -69,8 +95,12 @@ def main() -> None:
 def inspect(command: Inspect, console: Console) -> None:
     profile = Profile.load(command.profile)
     params = _shapes_of(profile) if command.params is None else _call(command.params)
-    for table in report.plan_tables(profile, plan(profile, params, command.workers)):
+    measured = None if command.substrate is None else Substrate.load(command.substrate)
+    planned = plan(profile, params, command.workers, substrate=measured)
+    for table in report.plan_tables(profile, planned):
         console.print(table)
+    if measured is not None:
+        console.print(costs_report.seconds_table(profile, planned, measured))
 
 
 def validate(command: Validate, console: Console) -> None:
@@ -79,6 +109,24 @@ def validate(command: Validate, console: Console) -> None:
     for path in command.profiles:
         profile = Profile.load(path)
         console.print(f"{path}: good; {len(profile.regions)} regions, {len(profile.phases)} phases")
+
+
+def probe(command: Probe, console: Console) -> None:
+    columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
+    with cluster.joined(command.cluster, command.devices):
+        first = cluster.is_first()
+        with progress.Progress(*columns, console=console, transient=True, disable=not first) as shown:
+            task = shown.add_task("compiling", total=substrate.num_points())
+            measured = substrate.probe(
+                link=command.link,
+                measured_by="nf-jax probe",
+                tell=lambda text: shown.update(task, advance=1, description=text),
+            )
+        if first:
+            measured.save(command.out)
+            console.print(costs_report.substrate_table(measured))
+            if command.plots:
+                costs_report.plot_substrate(measured, command.out.with_suffix(".png"))
 
 
 def report_run(command: Report, console: Console) -> None:
@@ -107,6 +155,13 @@ def _call(spec: str) -> Any:
     except Exception as error:  # whatever the user's function raises
         raise ValueError(f"--params {spec}: expected MODULE:FUNCTION, cannot call it: {error}") from error
 
+
+COMMANDS: dict[str, tuple[type, Callable[[Any, Console], None]]] = {
+    "inspect": (Inspect, inspect),
+    "validate": (Validate, validate),
+    "probe": (Probe, probe),
+    "report": (Report, report_run),
+}
 
 if __name__ == "__main__":
     main()

@@ -24,7 +24,7 @@ _COLORS = ("#DDDDDD", "#009E73", "#0072B2", "#E69F00")
 
 def plan_tables(profile: Profile, plan: Plan) -> list[Table]:
     """What travels how: one line per lane, the sums per phase, and the reasons that occur."""
-    lanes = _table(f"{profile.name}: {plan.num_lanes} lanes, {plan.num_workers} workers; bytes by route")
+    lanes = new_table(f"{profile.name}: {plan.num_lanes} lanes, {plan.num_workers} workers; bytes by route")
     possible = [(_routes_of(plan, i)) for i in range(plan.num_lanes)]
     used = [route for route in Route if any(route in routes for routes in possible)]
     lanes.add_column("lane", no_wrap=True)
@@ -59,7 +59,7 @@ def _short(reason: Reason) -> str:
 
 
 def _phase_table(profile: Profile, plan: Plan) -> Table:
-    table = _table("bytes a worker sends in one healthy step, by phase")
+    table = new_table("bytes a worker sends in one healthy step, by phase")
     for name in ("from step", *profile.region_names, "bytes", "of FP32"):
         table.add_column(name, justify="right", no_wrap=True)
     for start, by_region in profile.route_table:
@@ -80,7 +80,7 @@ def run_table(folder: Path) -> Table:
     Raises:
       ValueError: no trace lies in the folder or below it.
     """
-    table = _table(str(folder))
+    table = new_table(str(folder))
     table.add_column("run", no_wrap=True)
     for name in ("steps", "wire/FP32", "low-bit", "trips", "loss"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -172,16 +172,13 @@ def plot_trace(trace: Trace, path: Path, title: str) -> None:
     Raises:
       ValueError: matplotlib is not installed, or the trace has no step.
     """
-    try:
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError('plots need matplotlib: pip install "nf-jax[experiments]"') from None
     if not trace.steps:
         raise ValueError(f"{title}: expected a trace with at least one step to plot")
+    figure = new_figure((9, 6 + 0.12 * len(trace.lanes.names)))
+    from matplotlib.colors import ListedColormap
+
     steps = [step["step"] for step in trace.steps]
     signals = [step["signals"] for step in trace.steps]
-    figure = Figure(figsize=(9, 6 + 0.12 * len(trace.lanes.names)), layout="constrained")
     heights = (2, 2, 1 + 0.12 * len(trace.lanes.names))
     axes = figure.subplots(3, 1, sharex=True, height_ratios=heights)
     axes[0].plot(steps, [s["loss"] if s["has_loss"] else np.nan for s in signals], color="#000000", lw=1)
@@ -204,12 +201,26 @@ def plot_trace(trace: Trace, path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
+def new_figure(size: tuple[float, float]) -> Any:
+    """An empty figure, `size` in inches.
+
+    Raises:
+      ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError('plots need matplotlib: pip install "nf-jax[experiments]"') from None
+    return Figure(figsize=size, layout="constrained")
+
+
 def _legend(grid: np.ndarray) -> str:
     colors = ("grey", "green", "blue", "orange")
     return ", ".join(f"{colors[r]}: {Route(r).name}" for r in np.unique(grid).tolist())
 
 
-def _table(title: str) -> Table:
+def new_table(title: str) -> Table:
+    """An empty table in the style of all of them."""
     return Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
 
 

@@ -315,5 +315,5 @@ def _check_state(plan: Plan, state: AggregateState) -> None:
     if state.layout.fingerprint != plan.fingerprint:
         raise ValueError(
             "state: expected one that was made with this substrate and this profile's regions, buckets, "
-            "routes and codecs, got one of others. Call init anew; health limits alone may change under a state."
+            "routes and codecs, got one of others. Call init anew; health limits alone may differ."
         )

@@ -11,7 +11,7 @@ import time
 import jax
 import numpy as np
 
-from experiments import cluster
+from nf_jax import cluster
 
 
 def main(what: str, timeout_seconds: int = 60) -> None:

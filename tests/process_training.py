@@ -20,8 +20,8 @@ import numpy as np
 import optax
 
 import nf_jax
-from experiments import cluster, runs
-from nf_jax import checkpoint, processes, training
+from experiments import runs
+from nf_jax import checkpoint, cluster, processes, training
 from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Phase, Profile, Region, Route
 from nf_jax.state import find_states
 

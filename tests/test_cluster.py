@@ -12,8 +12,8 @@ import jax
 import process_groups
 import pytest
 
-from experiments import cluster
-from experiments.cluster import Cluster
+from nf_jax import cluster
+from nf_jax.cluster import Cluster
 
 WORKER = str(cluster_worker.__file__)
 BOUND_SECONDS = 20  # the heartbeat timeout is 4; the rest is for a busy machine

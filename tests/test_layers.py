@@ -17,6 +17,8 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "regions": (0, set()),
     "codecs": (0, set()),
     "telemetry": (0, set()),
+    "ending": (0, set()),
+    "cluster": (1, {"ending"}),
     "segments": (1, {"codecs"}),
     "buckets": (1, {"regions"}),
     "collectives": (1, {"codecs"}),
@@ -60,8 +62,9 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "checkpoint": (10, {"state"}),
     "report": (10, {"profile", "health", "plan", "telemetry", "trace"}),
     "calibrate": (10, {"profile", "transform", "replay", "telemetry", "trace"}),
-    "cli": (11, None),
-    "__init__": (11, None),
+    "costs_report": (11, {"profile", "costs", "plan", "report", "telemetry"}),
+    "cli": (12, None),
+    "__init__": (12, None),
 }
 
 # The only import inside a row: the profile's schema stands on the checks that any file needs.

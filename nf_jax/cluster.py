@@ -25,7 +25,7 @@ from typing import Literal
 import jax
 from jax.experimental import multihost_utils
 
-from experiments import ending
+from nf_jax import ending
 
 
 @dataclasses.dataclass(frozen=True)
