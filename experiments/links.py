@@ -12,6 +12,9 @@ left the interface, the largest of all hosts.
 PyTorch is installed on first use, as torch==2.13.0, into a virtual environment of its own (`--torch-venv`,
 about 1 GB where pip finds a build for CPUs, else several). Without `torch-` arms it is not needed.
 
+`auto` is what the controller chooses of FP32 and SIGN majority, given a substrate that is probed at every
+rate first (`nf_jax.substrate`: about a minute) and kept as substrate-<hosts>-<rate>.toml under `--out`.
+
 Writes README.md, summary.json (a row per arm and cell) and links-<hosts>.png under `--out`.
 """
 
@@ -58,6 +61,7 @@ class ArmKind(NamedTuple):
 
 ARMS: dict[str, ArmKind] = {
     "pmean": ArmKind("f32 pmean", 0.9999),
+    "fp32": ArmKind("FP32", 0.9999),
     "sign-count": ArmKind("SIGN count", 0.5),
     "sign-majority": ArmKind("SIGN majority", 0.3),
     "sign-majority-pinned": ArmKind("SIGN majority, pinned", 0.3),
@@ -243,6 +247,7 @@ def measure_batch(
     arms: Sequence[str],
     shapes: str,
     config: Config,
+    out: Path,
     shown: progress.Progress,
 ) -> dict[tuple[str, str], list[Turn]]:
     """All turns by (rate, arm)."""
@@ -251,14 +256,21 @@ def measure_batch(
     def bar(text: str) -> None:
         shown.update(task, advance=1, description=f"{bed.hosts} hosts, {shapes}, {text}")
 
+    def prepare(arm: str, **more: Any) -> None:
+        asked = {"do": "prepare", "arm": arm, "shapes": shapes, "steps": WARMUP_STEPS, **more}
+        check_prepared(arm, workers[runtime_of(arm)].ask(**asked))
+
     bed.set_rate("none")
     for arm in arms:
         bar(f"preparing {arm}")
-        answers = workers[runtime_of(arm)].ask(do="prepare", arm=arm, shapes=shapes, steps=WARMUP_STEPS)
-        check_prepared(arm, answers)
+        if arm != "auto":
+            prepare(arm)
     turns: dict[tuple[str, str], list[Turn]] = {}
     for rate in config.rates:
         bed.set_rate(rate)
+        if "auto" in arms:
+            shown.update(task, description=f"{bed.hosts} hosts, {rate}: probing")
+            prepare("auto", substrate=find_substrate(workers["jax"], bed.hosts, rate, out))
         plans = {}
         for number in range(config.rounds + 1):
             for arm in arms:
@@ -277,6 +289,19 @@ def measure_batch(
     for group in workers.values():
         group.ask(do="drop")
     return turns
+
+
+def substrate_path(out: Path, hosts: int, rate: str) -> Path:
+    """Where a cell's substrate is kept."""
+    return out / f"substrate-{hosts}-{rate}.toml"
+
+
+def find_substrate(workers: Workers, hosts: int, rate: str, out: Path) -> str:
+    """The substrate of these hosts at this rate, probed unless it has been."""
+    path = substrate_path(out, hosts, rate)
+    if not path.exists():
+        path.write_text(workers.ask(do="probe", link=rate)[0]["substrate"])
+    return path.read_text()
 
 
 def plan_turn(step_seconds: float) -> dict[str, int]:
@@ -316,12 +341,20 @@ def make_row(arm: str, hosts: int, rate: str, shapes: str, turns: Sequence[Turn]
 
 
 def run(config: Config) -> list[dict[str, Any]]:
-    """Measures all cells; writes after each number of hosts and shapes, so that little is lost."""
+    """Measures all cells and writes what came of it."""
+    out = config.out or ROOT / "experiments" / "results" / f"{datetime.date.today()}-links"
+    pythons = find_pythons(config)
+    rows = measure(config, out, pythons)
+    labels = {arm: ARMS[arm].label for arm in config.arms}
+    links_report.write(out, rows, labels, command=shlex.join(sys.orig_argv[1:]), machine=describe(pythons))
+    return rows
+
+
+def measure(config: Config, out: Path, pythons: dict[str, Path]) -> list[dict[str, Any]]:
+    """The rows of all cells; writes summary.json after each number of hosts and shapes."""
     if reason := testbed.why_unavailable():
         raise ValueError(reason)
-    out = config.out or ROOT / "experiments" / "results" / f"{datetime.date.today()}-links"
     out.mkdir(parents=True, exist_ok=True)
-    pythons = find_pythons(config)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     batches = {
         (hosts, shapes): make_batches(config.arms, hosts, shapes, memory_bytes)
@@ -339,12 +372,12 @@ def run(config: Config) -> list[dict[str, Any]]:
                 for shapes in config.shapes:
                     turns: dict[tuple[str, str], Any] = {}
                     for batch in batches[hosts, shapes]:
-                        for key, more in measure_batch(bed, workers, batch, shapes, config, shown).items():
+                        for key, more in measure_batch(
+                            bed, workers, batch, shapes, config, out, shown
+                        ).items():
                             turns[key] = turns.get(key, []) + more
                     rows += [make_row(arm, hosts, rate, shapes, t) for (rate, arm), t in turns.items()]
                     (out / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
-    labels = {arm: ARMS[arm].label for arm in config.arms}
-    links_report.write(out, rows, labels, command=shlex.join(sys.orig_argv[1:]), machine=describe(pythons))
     return rows
 
 

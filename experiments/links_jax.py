@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 import nf_jax
 from experiments import links_worker
-from nf_jax import Profile, Route, cluster
+from nf_jax import Profile, Route, Substrate, cluster
 from nf_jax.profile import Codec, HealthLimits, Phase, Region
+from nf_jax.substrate import probe
 
 AXES = ("hosts", "devices")
 
@@ -38,11 +39,12 @@ def guided(route: Route, **codec: Any) -> Profile:
 
 
 PROFILES: dict[str, Profile] = {
+    "fp32": guided(Route.FP32),
     "sign-count": guided(Route.SIGN, down="count"),
     "sign-majority": guided(Route.SIGN, down="majority"),
     "ternary": guided(Route.TERNARY, down="ternary"),
     "bf16": guided(Route.BF16),
-    "auto": guided(Route.SIGN),  # what the controller admits of the default route
+    "auto": guided(Route.SIGN),  # what the controller admits of the default route, given a substrate
 }
 
 # ============================================================================================== arms
@@ -98,7 +100,10 @@ class JaxBackend:
         tree = {path: self.place(array) for path, array in values.items()}
         return Values(next(iter(values)), tree, self.place(np.ones((), np.float32)))
 
-    def make_arm(self, name: str, values: Values) -> JaxArm:
+    def probe(self, link: str) -> str:
+        return probe(link=link, measured_by="experiments.links").dumps()
+
+    def make_arm(self, name: str, values: Values, substrate: str | None = None) -> JaxArm:
         """`-pinned`: with the routes compiled in that the controller starts with, no switch."""
         if name == "pmean":
             return JaxArm(self.map(lambda tree, *_: (lax.pmean(_local(tree), AXES), ()), P()), values, ())
@@ -107,6 +112,8 @@ class JaxBackend:
             (self.mesh.shape["hosts"], self.mesh.shape["devices"]),
         )
         level: dict[str, Any] = dict(axis=AXES, num_workers=shape)
+        if substrate is not None:
+            level["substrate"] = Substrate.loads(substrate, "the substrate")
         params: Any = {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in values.tree.items()}
         tx = nf_jax.aggregate_gradients(profile, **level)
         if name.endswith("-pinned"):

@@ -13,6 +13,7 @@ Rows = Sequence[dict[str, Any]]
 # Colour and dash by arm; PyTorch's are dashed.
 STYLES: dict[str, tuple[str, str]] = {
     "pmean": ("black", "-"),
+    "fp32": ("dimgray", "-."),
     "sign-count": ("tab:cyan", "-"),
     "sign-majority": ("tab:blue", "-"),
     "sign-majority-pinned": ("navy", "-"),

@@ -177,7 +177,12 @@ class TorchBackend:
     def load(self, values: dict[str, np.ndarray]) -> list[torch.Tensor]:
         return [to_torch(value) for value in values.values()]
 
-    def make_arm(self, name: str, values: list[torch.Tensor]) -> links_worker.Arm:
+    def probe(self, link: str) -> str:
+        raise NotImplementedError("no PyTorch arm takes a substrate")
+
+    def make_arm(
+        self, name: str, values: list[torch.Tensor], substrate: str | None = None
+    ) -> links_worker.Arm:
         return OneBitArm(values) if name == "torch-1bit-adam-port" else DdpArm(name, values)
 
 

@@ -7,6 +7,7 @@ neither JAX nor PyTorch: each worker has only one of them.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -26,9 +27,9 @@ Shapes = dict[str, tuple[int, ...]]
 """Path of a parameter -> its shape, as Flax lays it out: dense [in, out], convolution [h, w, in, out]."""
 
 
-def one_bucket() -> Shapes:
-    """16 MiB of float32 as one square matrix."""
-    return {"kernel": (2048, 2048)}
+def one_bucket(side: int) -> Shapes:
+    """One square matrix of float32."""
+    return {"kernel": (side, side)}
 
 
 def resnet18() -> Shapes:
@@ -67,7 +68,13 @@ def bert6() -> Shapes:
     return shapes
 
 
-SHAPES: dict[str, Callable[[], Shapes]] = {"16MiB": one_bucket, "resnet18": resnet18, "bert6": bert6}
+SHAPES: dict[str, Callable[[], Shapes]] = {
+    "64KiB": functools.partial(one_bucket, 128),
+    "1MiB": functools.partial(one_bucket, 512),
+    "16MiB": functools.partial(one_bucket, 2048),
+    "resnet18": resnet18,
+    "bert6": bert6,
+}
 
 
 def gradient_bytes(shapes: str) -> int:
@@ -125,8 +132,12 @@ class Backend(Protocol):
         """A host's gradient in the library's own form, shared by all arms."""
         ...
 
-    def make_arm(self, name: str, values: Any) -> Arm:
-        """The arm of a name, for values as `load` made them."""
+    def make_arm(self, name: str, values: Any, substrate: str | None = None) -> Arm:
+        """The arm of a name, for values as `load` made them; `substrate`: what `probe` told, for `auto`."""
+        ...
+
+    def probe(self, link: str) -> str:
+        """Measures the hosts and their links, and returns a substrate's text."""
         ...
 
 
@@ -193,8 +204,8 @@ def serve(
 ) -> None:
     """Answers the parent until it closes stdin.
 
-    Messages: `{"do": "prepare", "arm", "shapes", "steps"}`, `{"do": "turn", "arm", "uncounted", "counted"}`
-    and `{"do": "drop"}`, which forgets all arms and values.
+    Messages: `{"do": "prepare", "arm", "shapes", "steps"}` (and "substrate"), `{"do": "turn", "arm",
+    "uncounted", "counted"}`, `{"do": "probe", "link"}`, and `{"do": "drop"}`, which forgets arms and values.
     """
     arms: dict[str, Arm] = {}
     values: dict[str, Any] = {}
@@ -210,8 +221,11 @@ def serve(
             shapes = message["shapes"]
             if shapes not in values:
                 values[shapes] = backend.load(make_values(shapes, host))
-            arm = arms[message["arm"]] = backend.make_arm(message["arm"], values[shapes])
+            arm = backend.make_arm(message["arm"], values[shapes], message.get("substrate"))
+            arms[message["arm"]] = arm
             answer = prepare(arm, barrier, shapes, hosts, message["steps"])
+        elif message["do"] == "probe":
+            answer = {"substrate": backend.probe(message["link"])}
         else:
             answer = take_turn(arms[message["arm"]], barrier, message["uncounted"], message["counted"])
         print(json.dumps(answer), file=answers)

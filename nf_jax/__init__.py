@@ -1,6 +1,7 @@
 """Profile-guided low-bit gradient aggregation for data-parallel training in JAX (arXiv 2606.25759)."""
 
 from nf_jax.costs import Substrate
+from nf_jax.load import LoadMeter
 from nf_jax.plan import Plan, plan
 from nf_jax.pmean import pmean
 from nf_jax.profile import Profile, Route
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AggregateState",
+    "LoadMeter",
     "Plan",
     "Profile",
     "Route",

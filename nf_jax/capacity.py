@@ -23,18 +23,20 @@ class CapacityState(NamedTuple):
     Attributes:
       saturated: bool[], whether the reducer takes no low-bit lanes.
       wait: int32[], quiet steps in a row that it still needs; 0 where it is not saturated.
+      hold: int32[], quiet steps in a row that the next saturation needs; doubles with each.
       flips: int32[], times `saturated` has changed.
     """
 
     saturated: Array
     wait: Array
+    hold: Array
     flips: Array
 
 
-def init() -> CapacityState:
+def init(limits: CapacityLimits) -> CapacityState:
     """The state before the first step: not saturated."""
-    zero = jnp.zeros([], jnp.int32)
-    return CapacityState(jnp.zeros([], jnp.bool_), zero, zero)
+    zero, hold = jnp.zeros([], jnp.int32), jnp.asarray(min(limits.hold_steps, _MAX_COUNT), jnp.int32)
+    return CapacityState(jnp.zeros([], jnp.bool_), zero, hold, zero)
 
 
 def step(limits: CapacityLimits, state: CapacityState, reducer_load: Array) -> CapacityState:
@@ -47,17 +49,21 @@ def step(limits: CapacityLimits, state: CapacityState, reducer_load: Array) -> C
 
     Returns:
       The state after the step: saturated from `max_reducer_load` on, until the load has stayed at
-      `resume_reducer_load` or below for `hold_steps` steps in a row.
+      `resume_reducer_load` or below for `hold_steps` steps in a row, twice as many at each further
+      saturation. So `n` steps see at most `2 * log2(n / hold_steps + 1) + 1` changes of routes by load.
     """
     high = ~(reducer_load < np.asarray(limits.max_reducer_load, np.float32))
     quiet = ~high & (reducer_load <= np.asarray(limits.resume_reducer_load, np.float32))
-    hold = np.asarray(min(max(limits.hold_steps, 1), _MAX_COUNT), np.int32)
-    left = jnp.where(quiet, state.wait - np.int32(1), hold)
+    starts = high & ~state.saturated
+    hold = jnp.where(starts, jnp.minimum(state.hold, np.int32(_MAX_COUNT // 2)) * np.int32(2), state.hold)
+    # The hold of the present saturation is half of what the next one will need.
+    left = jnp.where(quiet, state.wait - np.int32(1), hold // np.int32(2))
     saturated = high | (state.saturated & (left > np.int32(0)))
     flipped = saturated ^ state.saturated
     return CapacityState(
         saturated=saturated,
         wait=jnp.where(saturated, left, np.int32(0)),
+        hold=hold,
         flips=jnp.minimum(state.flips + flipped.astype(jnp.int32), np.int32(_MAX_COUNT)),
     )
 

@@ -131,7 +131,7 @@ class CapacityLimits(Frozen):
     resume_reducer_load: checks.Limit = 0.7
     """Busy share at which it resumes, ratio; at most max_reducer_load."""
     hold_steps: PositiveSteps = 20
-    """Consecutive steps at that share, steps."""
+    """Consecutive steps at that share; doubles with each saturation, steps."""
 
     @model_validator(mode="after")
     def _check_loads(self) -> Self:

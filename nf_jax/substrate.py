@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from nf_jax import capacity, codecs, collectives, costs
 from nf_jax.costs import OWN_STAGE, Stage, StageName, Substrate
 from nf_jax.plan import plan
-from nf_jax.profile import CapacityLimits, HealthLimits, Phase, Profile, Region, Route
+from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Phase, Profile, Region, Route
 from nf_jax.state import shard_state, state_spec
 from nf_jax.transform import aggregate_gradients
 
@@ -102,9 +102,10 @@ def num_points(sizes_bytes: Sequence[int] = SIZES_BYTES) -> int:
 
 def one_route(route: Route) -> Profile:
     """A profile that sends everything by one route from the first step on, health and error feedback on."""
+    codec = Codec(down="ternary") if route == Route.TERNARY else Codec()
     return Profile(
         name=f"probe_{route.name.lower()}",
-        regions=(Region(name="all", pattern=".*"),),
+        regions=(Region(name="all", pattern=".*", codec=codec),),
         phases=(Phase(start_step=0, routes={"all": route}),),
         health=HealthLimits(warmup_steps=0),
         capacity=CapacityLimits(min_lane_bytes=0),

@@ -128,7 +128,7 @@ def aggregate_gradients(
 
 def _init(profile: Profile, plan: Plan) -> AggregateState:
     num_regions, num_lanes = len(profile.regions), plan.num_lanes
-    states = health.init(profile.health, num_regions, num_lanes), capacity.init()
+    states = health.init(profile.health, num_regions, num_lanes), capacity.init(profile.capacity)
     step = jnp.int32(0)
     routes, reasons = controller.choose_routes(profile, plan.lanes, step, *states)
     signals = Signals(

@@ -14,7 +14,7 @@ import pytest
 from nf_jax import capacity, health
 from nf_jax.controller import choose_routes
 from nf_jax.health import Health
-from nf_jax.profile import Phase, Profile, Region, Route
+from nf_jax.profile import CapacityLimits, Phase, Profile, Region, Route
 from nf_jax.telemetry import REASONS, Lanes, Reason
 
 FP32, BF16, SIGN, TERNARY = Route
@@ -52,7 +52,7 @@ def inputs(
     state = health.init(PROFILE.health, 3, 6)._replace(
         state=np.asarray(states, np.int32), lane_wait=np.asarray(lane_wait, np.int32)
     )
-    return state, capacity.init()._replace(saturated=np.asarray(saturated, np.bool_))
+    return state, capacity.init(CapacityLimits())._replace(saturated=np.asarray(saturated, np.bool_))
 
 
 def choose(step: int, *state: Any, profile: Profile = PROFILE, lanes: Lanes = LANES):

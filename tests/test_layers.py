@@ -23,6 +23,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "buckets": (1, {"regions"}),
     "collectives": (1, {"codecs"}),
     "trace": (1, {"telemetry"}),
+    "load": (1, {"telemetry"}),
     "health": (1, {"profile", "telemetry"}),
     "groups": (2, {"profile", "codecs", "segments"}),
     "capacity": (2, {"profile", "codecs", "segments", "telemetry"}),
