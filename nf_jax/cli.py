@@ -61,6 +61,8 @@ class Probe:
     """Workers in all processes together; on cpu, virtual devices."""
     link: str | None = None
     """What links the workers, in words, kept in the file."""
+    sizes_bytes: tuple[int, ...] = substrate.SIZES_BYTES
+    """Sizes to measure, in FP32 bytes of a lane: at least four, ascending."""
     plots: bool = True
     """Whether to draw the PNG."""
     cluster: tyro.conf.OmitArgPrefixes[cluster.Cluster] = dataclasses.field(default_factory=cluster.Cluster)
@@ -116,10 +118,11 @@ def probe(command: Probe, console: Console) -> None:
     with cluster.joined(command.cluster, command.devices):
         first = cluster.is_first()
         with progress.Progress(*columns, console=console, transient=True, disable=not first) as shown:
-            task = shown.add_task("compiling", total=substrate.num_points())
+            task = shown.add_task("compiling", total=substrate.num_points(command.sizes_bytes))
             measured = substrate.probe(
                 link=command.link,
                 measured_by="nf-jax probe",
+                sizes_bytes=command.sizes_bytes,
                 tell=lambda text: shown.update(task, advance=1, description=text),
             )
         if first:

@@ -25,6 +25,7 @@ from nf_jax.costs import OWN_STAGE, Stage, StageName, Substrate
 from nf_jax.plan import plan
 from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Phase, Profile, Region, Route
 from nf_jax.state import shard_state, state_spec
+from nf_jax.telemetry import Lanes, Reason
 from nf_jax.transform import aggregate_gradients
 
 AXIS = "workers"
@@ -59,7 +60,7 @@ def probe(
       measured_by: command or person, kept with the result.
       sizes_bytes: the ladder; whole steps take every other size, for they take longer to compile. Where a
         step takes more than half a second, larger ones are left out.
-      tell: called `num_points(sizes_bytes)` times, with what has been measured.
+      tell: called with what has been measured, at most `num_points(sizes_bytes)` times.
 
     Returns:
       The substrate, the same on all processes.
@@ -80,7 +81,8 @@ def probe(
         stages[name] = costs.fit(*_climb(bench, name, make, sizes_bytes, tell))
     for route in Route:
         profile = one_route(route)
-        steps = _climb(bench, f"{route.name} step", _step_of(profile), sizes_bytes[1::2], tell)
+        sizes = [size for size in sizes_bytes[1::2] if _goes_by(profile, size, bench.num_workers)]
+        steps = _climb(bench, f"{route.name} step", _step_of(profile), sizes, tell)
         stages[OWN_STAGE[route]] = _fit_rest(profile, steps, stages, bench.num_workers)
     return Substrate(
         num_workers=bench.num_workers,
@@ -96,7 +98,7 @@ def probe(
 
 
 def num_points(sizes_bytes: Sequence[int] = SIZES_BYTES) -> int:
-    """How many points `probe` measures."""
+    """How many points `probe` measures, at most."""
     return len(SHARED_STAGES) * len(sizes_bytes) + len(Route) * len(sizes_bytes[1::2])
 
 
@@ -217,14 +219,24 @@ def _step_of(profile: Profile) -> Make:
     return make
 
 
+def _goes_by(profile: Profile, size: int, num_workers: int) -> bool:
+    """Whether a matrix goes by the profile's route: small ones cannot be cut into shards."""
+    fixed = _lanes_of(profile, size, num_workers).fixed[0]
+    return fixed in (None, Reason.PROTECTED)
+
+
+def _lanes_of(profile: Profile, size: int, num_workers: int) -> Lanes:
+    params: Any = {"kernel": jax.ShapeDtypeStruct(_matrix_shape(size), jnp.float32)}
+    return plan(profile, params, num_workers).lanes
+
+
 def _fit_rest(profile: Profile, steps: Measured, shared: dict[StageName, Stage], num_workers: int) -> Stage:
     """What whole steps take beside the stages that routes share."""
     route, codec = profile.route_table[0][1][0], profile.regions[0].codec
     rest = []
     for size, seconds in zip(*steps, strict=True):
-        params: Any = {"kernel": jax.ShapeDtypeStruct(_matrix_shape(int(size)), jnp.float32)}
-        lanes = plan(profile, params, num_workers).lanes.wire_bytes
-        stages = costs.stages_of(route, codec, int(size) // 4, lanes[0][route], num_workers)
+        sent = _lanes_of(profile, size, num_workers).wire_bytes[0][route]
+        stages = costs.stages_of(route, codec, size // 4, sent, num_workers)
         rest.append(seconds - sum(shared[name].seconds(b) for name, b in stages if name in shared))
     return costs.fit(steps.sizes_bytes, rest, steps.seconds)
 

@@ -57,7 +57,17 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "replay": (9, {"profile", "health", "capacity", "controller", "telemetry", "trace"}),
     "substrate": (
         10,
-        {"profile", "codecs", "collectives", "capacity", "costs", "plan", "state", "transform"},
+        {
+            "profile",
+            "codecs",
+            "collectives",
+            "capacity",
+            "costs",
+            "plan",
+            "state",
+            "telemetry",
+            "transform",
+        },
     ),
     "training": (10, {"collectives", "state", "transform"}),
     "checkpoint": (10, {"state"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +13,9 @@ import nf_jax
 from nf_jax import LoadMeter, Profile, capacity
 from nf_jax.profile import CapacityLimits
 
+PARAMS: Any = {"kernel": jax.ShapeDtypeStruct((64, 64), "float32")}
 INFO = nf_jax.step_info(
-    nf_jax.aggregate_gradients(Profile.static("SIGN"), axis="batch", num_workers=2).init(
-        {"kernel": jax.ShapeDtypeStruct((64, 64), "float32")}
-    )
+    nf_jax.aggregate_gradients(Profile.static("SIGN"), axis="batch", num_workers=2).init(PARAMS)
 )
 EXACT, LOSSY = (INFO._replace(routes=np.asarray([route], np.int32)) for route in (0, 2))
 
@@ -49,7 +49,7 @@ def test_with_the_profiles_hysteresis_a_slow_reducer_is_tried_seldom():
         is_lossy = step >= 5 and not state.saturated
         lossy += is_lossy
         load = meter.update(1.5 if is_lossy else 1.0, LOSSY if is_lossy else EXACT)
-        state = capacity.step(limits, state, np.float32(load))
+        state = capacity.step(limits, state, np.asarray(load, np.float32))
     assert 3 <= lossy <= 40
 
 
