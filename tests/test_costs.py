@@ -37,7 +37,7 @@ FREE = stage(0.0, 0.0)
 
 def substrate(num_workers: int = 4, **stages: Any) -> Substrate:
     """Links of 1 GB/s; the worker's own part costs nothing, unless told."""
-    local = dict.fromkeys(set(STAGES) - costs.COLLECTIVES, FREE)
+    local: dict[Any, Stage] = dict.fromkeys(set(STAGES) - costs.COLLECTIVES, FREE)
     return Substrate(
         num_workers=num_workers,
         num_processes=num_workers,
@@ -61,6 +61,12 @@ def guided(*routes: Route, **capacity: Any) -> Profile:
 
 def params(*sides: int) -> Any:
     return {f"kernel_{i}": jax.ShapeDtypeStruct((side, side), "float32") for i, side in enumerate(sides)}
+
+
+def first_info(profile: Profile, measured: Substrate) -> Any:
+    """What the controller says before the first step."""
+    tx = nf_jax.aggregate_gradients(profile, axis="batch", num_workers=4, substrate=measured)
+    return nf_jax.step_info(tx.init(params(512)))
 
 
 # ------------------------------------------------------------------------------------------------- fits
@@ -139,8 +145,9 @@ def test_collectives_carry_the_bytes_of_the_scheme(route: Route, num_workers: in
 
 
 def test_infinite_links_leave_the_workers_own_part():
-    local = {name: stage(0.0, 1e-9) for name in ("pack", "decode", "sign")}
-    fast = substrate(**local, **dict.fromkeys(costs.COLLECTIVES, FREE))
+    local: dict[str, Any] = {name: stage(0.0, 1e-9) for name in ("pack", "decode", "sign")}
+    free: dict[str, Any] = dict.fromkeys(costs.COLLECTIVES, FREE)
+    fast = substrate(**local, **free)
     profile = guided(Route.SIGN)
     lanes = nf_jax.plan(profile, params(512), 4).lanes
     seconds = costs.lane_seconds(profile, lanes, fast)[0]
@@ -214,11 +221,8 @@ def test_a_lane_that_gains_is_admitted_and_one_that_does_not_is_exact():
     assert fast.lanes.fixed == (None,) and fast.lanes.pays[0][Route.SIGN]
     assert slow.lanes.fixed == (Reason.SLOWER,) and not slow.lanes.pays[0][Route.SIGN]
     assert slow.groups == () and slow.exact == (0,) and slow.protected_share == 1.0
-    state = nf_jax.aggregate_gradients(
-        profile, axis="batch", num_workers=4, substrate=substrate(**SLOW_SIGNS)
-    ).init(params(512))
-    assert state.info.next_routes.tolist() == [Route.FP32]
-    assert state.info.next_reasons.tolist() == [Reason.SLOWER]
+    info = first_info(profile, substrate(**SLOW_SIGNS))
+    assert info.next_routes.tolist() == [Route.FP32] and info.next_reasons.tolist() == [Reason.SLOWER]
 
 
 @pytest.mark.parametrize(("min_speedup", "is_admitted"), [(1.0, True), (3.9, True), (4.1, False)])
@@ -235,10 +239,8 @@ def test_a_route_that_does_not_pay_is_refused_in_its_phase_alone():
     plan = nf_jax.plan(profile, params(512), 4, substrate=slow_bf16)
     assert plan.lanes.fixed == (None,)
     assert plan.lanes.pays == ((True, False, True, plan.lanes.pays[0][Route.TERNARY]),)
-    tx = nf_jax.aggregate_gradients(profile, axis="batch", num_workers=4, substrate=slow_bf16)
-    info = tx.init(params(512)).info
-    assert info.next_routes.tolist() == [Route.FP32]
-    assert info.next_reasons.tolist() == [Reason.SLOWER]
+    info = first_info(profile, slow_bf16)
+    assert info.next_routes.tolist() == [Route.FP32] and info.next_reasons.tolist() == [Reason.SLOWER]
 
 
 def test_what_was_refused_can_be_asked_again():
