@@ -37,13 +37,13 @@ FREE = stage(0.0, 0.0)
 
 def substrate(num_workers: int = 4, **stages: Any) -> Substrate:
     """Links of 1 GB/s; the worker's own part costs nothing, unless told."""
-    local: dict[Any, Stage] = dict.fromkeys(set(STAGES) - costs.COLLECTIVES, FREE)
+    told: dict[Any, Stage] = dict.fromkeys(STAGES, FREE) | dict.fromkeys(costs.COLLECTIVES, stage()) | stages
     return Substrate(
         num_workers=num_workers,
         num_processes=num_workers,
         backend=jax.default_backend(),
         device_kind="cpu",
-        stages={**dict.fromkeys(costs.COLLECTIVES, stage()), **local, **stages},
+        stages=told,
     )
 
 
