@@ -56,6 +56,8 @@ class Config:
     """Workers in all processes together, as virtual CPU devices by default."""
     devices_per_host: int = 1
     """Workers that average exactly among themselves: only the means of hosts are routed, between hosts."""
+    substrate: Path | None = None
+    """What `nf-jax probe` wrote between these workers: lanes of `guided` that would not gain stay in FP32."""
     parallel: Literal["pmap", "shard_map"] = "pmap"
     """How the step is mapped over the workers."""
     weight_decay: float = 1e-4
@@ -85,6 +87,11 @@ class Config:
         """As `aggregate_gradients` takes it: a pair for two levels."""
         inner = self.devices_per_host
         return self.devices if inner == 1 else (self.devices // inner, inner)
+
+    @property
+    def measured(self) -> nf_jax.Substrate | None:
+        """The substrate, read from its file."""
+        return None if self.substrate is None else nf_jax.Substrate.load(self.substrate)
 
     @property
     def axis(self) -> str | tuple[str, str]:
@@ -212,7 +219,9 @@ def make_optimizer(config: Config, profile: Profile) -> optax.GradientTransforma
     """The same for every policy, but for how gradients are averaged."""
     schedule = optax.cosine_decay_schedule(config.learning_rate, config.steps)
     return optax.chain(
-        nf_jax.aggregate_gradients(profile, axis=config.axis, num_workers=config.num_workers),
+        nf_jax.aggregate_gradients(
+            profile, axis=config.axis, num_workers=config.num_workers, substrate=config.measured
+        ),
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(schedule, weight_decay=config.weight_decay),
     )
@@ -231,8 +240,11 @@ def run_policy(config: Config, task: Task, policy: Policy, tick: Callable[[str],
         return state.replace(step=jnp.int32(0))  # Flax's Python int would compile anew
 
     shapes = jax.eval_shape(init, 0)
-    plan = nf_jax.plan(profile, shapes.params, config.num_workers)
-    processes.check_agreement(profile, plan, config=describe_shared(config), policy=policy)
+    substrate = config.measured
+    plan = nf_jax.plan(profile, shapes.params, config.num_workers, substrate=substrate)
+    processes.check_agreement(
+        profile, plan, substrate=substrate, config=describe_shared(config), policy=policy
+    )
     devices = jax.devices()[: config.devices]
     mapped = MAPPINGS[config.parallel](devices, task.loss_fn, shapes, config.devices_per_host)
     evaluate = jax.jit(lambda params: task.loss_fn(params, test))
@@ -253,7 +265,7 @@ def run_policy(config: Config, task: Task, policy: Policy, tick: Callable[[str],
 
 def describe_shared(config: Config) -> str:
     """All of the config that processes must share: not who each of them is, and where it lies."""
-    own = ("cluster", "profile", "out")
+    own = ("cluster", "profile", "out", "substrate")
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in own}
     return "\n".join(f"{name} = {value}" for name, value in values.items())
 

@@ -20,13 +20,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from nf_jax import checks
+from nf_jax.costs import Substrate
 from nf_jax.plan import Plan
 from nf_jax.profile import Profile
 
 _MISSING = "<nothing>"
 
 
-def check_agreement(profile: Profile, plan: Plan, *, substrate: str | None = None, **more: str) -> None:
+def check_agreement(profile: Profile, plan: Plan, *, substrate: Substrate | None = None, **more: str) -> None:
     """Raises, on every process, unless all processes run the same training.
 
     Call it on all of them, at the same point: after `jax.distributed.initialize()` and before the first
@@ -38,7 +39,7 @@ def check_agreement(profile: Profile, plan: Plan, *, substrate: str | None = Non
     Args:
       profile: what `aggregate_gradients` was given.
       plan: `nf_jax.plan(profile, params, num_workers)`.
-      substrate: the text of the substrate that capacity decisions are taken from, if any.
+      substrate: what the plan and `aggregate_gradients` were given, if anything.
       **more: name -> text of whatever else must be the same, such as a learning rate.
 
     Raises:
@@ -59,7 +60,7 @@ def check_agreement(profile: Profile, plan: Plan, *, substrate: str | None = Non
         "profile": profile.dumps(),
         "model": "\n".join(map(str, zip(plan.paths, plan.shapes, plan.dtypes, strict=True))),
         "plan": f"fingerprint {plan.fingerprint}\n" + "\n".join(plan.lanes.names),
-        **({} if substrate is None else {"substrate": substrate}),
+        **({} if substrate is None else {"substrate": substrate.dumps()}),
         **more,
     }
     if lines := differences(_gather(facts)):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import substrates
 
 import nf_jax
 from experiments import runs
@@ -116,9 +117,10 @@ def disagree(process_id: int, num_workers: int) -> str:
     )
     processes.check_agreement(profile_of(), plan, learning_rate="0.1")  # the same: fine
     version = "3.9.9" if other else platform.python_version()
+    measured = substrates.substrate(link="x" * 500 + version)
     try:
         with mock.patch.object(platform, "python_version", lambda: version):
-            processes.check_agreement(profile, plan, substrate="x" * 500 + version, rate=f"{process_id}")
+            processes.check_agreement(profile, plan, substrate=measured, rate=f"{process_id}")
     except ValueError as error:
         return str(error)
     return ""

@@ -10,41 +10,13 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
+from substrates import FREE, MIB, stage, substrate
 
 import nf_jax
 from nf_jax import Profile, Route, costs
-from nf_jax.costs import STAGES, Stage, Substrate
+from nf_jax.costs import Substrate
 from nf_jax.profile import Buckets, CapacityLimits, Codec, HealthLimits, Phase, Region
 from nf_jax.telemetry import Reason
-
-MIB = 2**20
-
-
-def stage(latency_seconds: float = 1e-4, seconds_per_byte: float = 1e-9) -> Stage:
-    sizes = (4096, 2**16, MIB)
-    return Stage(
-        latency_seconds=latency_seconds,
-        seconds_per_byte=seconds_per_byte,
-        latency_error_seconds=0.0,
-        seconds_per_byte_error=0.0,
-        sizes_bytes=sizes,
-        measured_seconds=tuple(latency_seconds + size * seconds_per_byte for size in sizes),
-    )
-
-
-FREE = stage(0.0, 0.0)
-
-
-def substrate(num_workers: int = 4, **stages: Any) -> Substrate:
-    """Links of 1 GB/s; the worker's own part costs nothing, unless told."""
-    told: dict[Any, Stage] = dict.fromkeys(STAGES, FREE) | dict.fromkeys(costs.COLLECTIVES, stage()) | stages
-    return Substrate(
-        num_workers=num_workers,
-        num_processes=num_workers,
-        backend=jax.default_backend(),
-        device_kind="cpu",
-        stages=told,
-    )
 
 
 def guided(*routes: Route, **capacity: Any) -> Profile:

@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "votes": (4, {"profile", "codecs", "segments", "collectives", "groups", "reducer"}),
     "plan": (4, {"profile", "regions", "segments", "buckets", "costs", "groups", "telemetry", "wire"}),
     "routes": (5, {"profile", "codecs", "segments", "collectives", "groups", "votes"}),
-    "processes": (5, {"checks", "profile", "plan"}),
+    "processes": (5, {"checks", "profile", "costs", "plan"}),
     "switch": (6, {"profile", "collectives", "groups", "routes"}),
     "pmean": (7, {"profile", "regions", "collectives", "groups", "plan", "switch"}),
     "state": (8, {"regions", "collectives", "health", "capacity", "telemetry", "pmean"}),

@@ -12,6 +12,7 @@ import process_groups
 import process_training
 import pytest
 from process_training import ROUTES
+from substrates import substrate
 
 import nf_jax
 from nf_jax import processes
@@ -93,7 +94,7 @@ def test_one_process_agrees_with_itself_without_a_collective():
     profile = nf_jax.Profile.static("SIGN")
     plan = nf_jax.plan(profile, {"kernel": jax.ShapeDtypeStruct((64, 64), "float32")}, num_workers=8)
     with jax.transfer_guard("disallow"):
-        processes.check_agreement(profile, plan, substrate="any", rate="1")
+        processes.check_agreement(profile, plan, substrate=substrate(8), rate="1")
 
 
 def test_unequal_numbers_of_devices_are_refused_before_anything_is_sent(monkeypatch):
