@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -17,11 +19,16 @@ def fenced(language: str) -> list[str]:
 
 
 def test_the_quickstart_runs_and_sends_few_bytes(capsys: pytest.CaptureFixture[str]):
-    (quickstart,) = fenced("python")
+    quickstart, loop = fenced("python")
+    names: dict[str, Any] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
-        exec(compile(quickstart, "README.md", "exec"), {})
+        exec(compile(quickstart, "README.md", "exec"), names)
     percent = float(capsys.readouterr().out.split("%")[0])
     assert 3 < percent < 5
+
+    names |= {"time": time, "batches": range(4), "step": lambda params, state, batch, load: (params, state)}
+    exec(compile(loop, "README.md", "exec"), names)
+    assert names["load"] == 0.0  # no FP32 step to compare with
 
 
 def test_every_file_that_is_named_exists():
