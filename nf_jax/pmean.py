@@ -143,7 +143,7 @@ def average(
     memory = Memory(dict(memory.residual), dict(memory.server_residual))
     agreement = jnp.full((plan.num_lanes,), -1, jnp.float32)
     residual_ratio = jnp.zeros((plan.num_lanes,), jnp.float32)
-    still_pending, outcomes = [], []
+    still_pending, outcomes, taken = [], [], []
     for number, group in enumerate(plan.groups):
         route = pinned[group.lanes[0]] if pinned is not None else jnp.asarray(routes)[group.lanes[0]]
         paths = [plan.paths[i] for i in group.leaves]
@@ -154,12 +154,14 @@ def average(
             jnp.asarray(seed, jnp.uint32),
             jnp.asarray(ok),
         )
+        taken.append(route)
         outcomes.append(average_group(group, route, pending[number], given, outer, keep_sent))
         still_pending.append(jnp.where(ok, jnp.asarray(route) != Route.FP32, pending[number]))
-    for group, outcome in zip(plan.groups, clear_settled(outcomes), strict=True):
+    for group, route, outcome in zip(plan.groups, taken, clear_settled(outcomes), strict=True):
         paths = [plan.paths[i] for i in group.leaves]
         shapes = [plan.residual_shape(i, s) for i, s in zip(group.leaves, group.segments, strict=True)]
-        wholes = _wholes(group, outcome.means, [plan.shapes[i] for i in group.leaves], inner)
+        is_lossy = jnp.asarray(route) != Route.FP32
+        wholes = _wholes(group, outcome.means, [plan.shapes[i] for i in group.leaves], is_lossy, inner)
         for index, mean in zip(group.leaves, wholes, strict=True):
             means[index] = mean.astype(leaves[index].dtype)
         if keep_sent:
@@ -201,16 +203,17 @@ def _wholes(
     group: Group,
     pieces: Sequence[Array],
     shapes: Sequence[tuple[int, ...]],
+    is_lossy: Array,
     inner: collectives.Level | None,
 ) -> Sequence[Array]:
-    """The pieces of all devices of the host, put together; one that is not finite spoils its leaf."""
+    """The pieces of all devices of the host, put together; a lossy one that is not finite spoils its leaf."""
     if inner is None:
         return pieces
     stacks = []
     for stack in join_stacks(group, pieces):
         gathered = collectives.gather_rows(stack, inner)
         firsts = gathered.reshape(*gathered.shape[:2], -1)[:, :, :1]
-        poison = jnp.sum(firsts * jnp.float32(0), axis=1)
+        poison = jnp.where(is_lossy, jnp.sum(firsts * jnp.float32(0), axis=1), jnp.float32(0))
         stacks.append(gathered.reshape(stack.shape[0], -1) + poison)
     return unstack(stacks, shapes)
 

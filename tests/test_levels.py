@@ -15,6 +15,7 @@ from workers import rows_are_equal, sent_bytes
 
 import nf_jax
 from nf_jax import Profile, Route
+from nf_jax.profile import HealthLimits
 from nf_jax.state import find_states
 
 NAMES = ("hosts", "devices")
@@ -23,6 +24,9 @@ PROFILES = {
     "fp32": Profile.static(FP32),
     "guided, fp32": Profile.static(SIGN).model_copy(update={"fallback": True}),
     "guided, bf16": Profile.static(BF16).model_copy(update={"fallback": True}),
+    "guided, warming up": Profile.static(SIGN).model_copy(
+        update={"fallback": True, "health": HealthLimits(warmup_steps=100)}
+    ),
     "sign": Profile.static(SIGN),
 }
 SHAPES = {"conv": (3, 3, 32, 64), "kernel": (256, 128), "odd": (7,), "twin": (256, 128), "vector": (4096,)}
@@ -58,14 +62,14 @@ def program(name: str, shape: tuple[int, int], mode: str) -> tuple[Any, Any, Any
     return compiled, state, tx
 
 
-def run(name: str, shape: tuple[int, int], mode: str, num_steps: int = 3, bad: bool = False) -> Any:
-    """Means of the last step, `[W, ...]`, and the state."""
+def run(name: str, shape: tuple[int, int], mode: str, num_steps: int = 3, bad: Any = None) -> Any:
+    """Means of the last step, `[W, ...]`, and the state; `bad`: where the last kernel has a NaN then."""
     step, state, _ = program(name, shape, mode)
     means = None
     for seed in range(num_steps):
         local = gradients(shape[0] * shape[1], seed)
-        if bad and seed == num_steps - 1:
-            local["kernel"][-1, 3, 5] = np.nan
+        if bad is not None and seed == num_steps - 1:
+            local["kernel"][-1][bad] = np.nan
         means, state = step(local, state)
     return jax.tree.map(np.asarray, means), state
 
@@ -117,12 +121,18 @@ def test_residuals_are_a_piece_of_the_leaf():
 
 @pytest.mark.parametrize("name", ["guided, bf16", "sign"])
 def test_a_value_that_is_not_finite_spoils_its_whole_leaf_and_no_other(name: str):
-    means, state = run(name, (2, 2), "shard_map", bad=True)
+    means, state = run(name, (2, 2), "shard_map", bad=(3, 5))
     assert np.isnan(means.pop("kernel")).all()
     assert all(np.isfinite(leaf).all() for leaf in means.values())
     ((_, aggregate),) = find_states(state)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(aggregate.memory))
     assert nf_jax.step_info(state).signals.nonfinite.sum() == 1
+
+
+@pytest.mark.parametrize("bad", [(0, 0), (3, 5)])
+def test_in_full_precision_it_spoils_itself_alone(bad: tuple[int, int]):
+    means, _ = run("guided, warming up", (2, 2), "shard_map", bad=bad)
+    assert np.argwhere(~np.isfinite(means["kernel"][0])).tolist() == [list(bad)]
 
 
 @pytest.mark.parametrize("name", PROFILES)
