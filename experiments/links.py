@@ -43,6 +43,7 @@ from rich import progress
 
 from experiments import links_report, testbed
 from experiments.links_worker import SHAPES, gradient_bytes
+from nf_jax.substrate import SIZES_BYTES
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
@@ -105,6 +106,8 @@ class Config:
     keep_memory: bool = False
     """Tell glibc in all workers to keep what is freed. Else an array or XLA buffer above 32 MiB is mapped
     anew at every step, and its page faults are in the step's time."""
+    probe_sizes_bytes: tuple[int, ...] = SIZES_BYTES
+    """Sizes at which a substrate is probed, for `auto`."""
     torch_venv: Path = Path("runs/links-torch-venv")
     """Virtual environment for PyTorch; made if it is not there."""
 
@@ -270,7 +273,7 @@ def measure_batch(
         bed.set_rate(rate)
         if "auto" in arms:
             shown.update(task, description=f"{bed.hosts} hosts, {rate}: probing")
-            prepare("auto", substrate=find_substrate(workers["jax"], bed.hosts, rate, out))
+            prepare("auto", substrate=find_substrate(workers["jax"], bed.hosts, rate, out, config))
         plans = {}
         for number in range(config.rounds + 1):
             for arm in arms:
@@ -296,11 +299,12 @@ def substrate_path(out: Path, hosts: int, rate: str) -> Path:
     return out / f"substrate-{hosts}-{rate}.toml"
 
 
-def find_substrate(workers: Workers, hosts: int, rate: str, out: Path) -> str:
+def find_substrate(workers: Workers, hosts: int, rate: str, out: Path, config: Config) -> str:
     """The substrate of these hosts at this rate, probed unless it has been."""
     path = substrate_path(out, hosts, rate)
     if not path.exists():
-        path.write_text(workers.ask(do="probe", link=rate)[0]["substrate"])
+        answers = workers.ask(do="probe", link=rate, sizes_bytes=config.probe_sizes_bytes)
+        path.write_text(answers[0]["substrate"])
     return path.read_text()
 
 

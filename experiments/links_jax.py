@@ -8,7 +8,7 @@ levels to nf_jax's arms; `lax.pmean` averages over all devices at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,8 +100,8 @@ class JaxBackend:
         tree = {path: self.place(array) for path, array in values.items()}
         return Values(next(iter(values)), tree, self.place(np.ones((), np.float32)))
 
-    def probe(self, link: str) -> str:
-        return probe(link=link, measured_by="experiments.links").dumps()
+    def probe(self, link: str, sizes_bytes: Sequence[int]) -> str:
+        return probe(link=link, measured_by="experiments.links", sizes_bytes=sizes_bytes).dumps()
 
     def make_arm(self, name: str, values: Values, substrate: str | None = None) -> JaxArm:
         """`-pinned`: with the routes compiled in that the controller starts with, no switch."""

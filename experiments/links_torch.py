@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ class TorchBackend:
     def load(self, values: dict[str, np.ndarray]) -> list[torch.Tensor]:
         return [to_torch(value) for value in values.values()]
 
-    def probe(self, link: str) -> str:
+    def probe(self, link: str, sizes_bytes: Sequence[int]) -> str:
         raise NotImplementedError("no PyTorch arm takes a substrate")
 
     def make_arm(

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -136,7 +136,7 @@ class Backend(Protocol):
         """The arm of a name, for values as `load` made them; `substrate`: what `probe` told, for `auto`."""
         ...
 
-    def probe(self, link: str) -> str:
+    def probe(self, link: str, sizes_bytes: Sequence[int]) -> str:
         """Measures the hosts and their links, and returns a substrate's text."""
         ...
 
@@ -205,7 +205,8 @@ def serve(
     """Answers the parent until it closes stdin.
 
     Messages: `{"do": "prepare", "arm", "shapes", "steps"}` (and "substrate"), `{"do": "turn", "arm",
-    "uncounted", "counted"}`, `{"do": "probe", "link"}`, and `{"do": "drop"}`, which forgets arms and values.
+    "uncounted", "counted"}`, `{"do": "probe", "link", "sizes_bytes"}`, and `{"do": "drop"}`, which forgets
+    arms and values.
     """
     arms: dict[str, Arm] = {}
     values: dict[str, Any] = {}
@@ -225,7 +226,7 @@ def serve(
             arms[message["arm"]] = arm
             answer = prepare(arm, barrier, shapes, hosts, message["steps"])
         elif message["do"] == "probe":
-            answer = {"substrate": backend.probe(message["link"])}
+            answer = {"substrate": backend.probe(message["link"], message["sizes_bytes"])}
         else:
             answer = take_turn(arms[message["arm"]], barrier, message["uncounted"], message["counted"])
         print(json.dumps(answer), file=answers)

@@ -31,6 +31,7 @@ from experiments import links, testbed
 from experiments.links_jax import PROFILES
 from experiments.links_worker import SHAPES
 from nf_jax import Route, Substrate, costs, plan
+from nf_jax.substrate import SIZES_BYTES
 
 ROUTE_OF_ARM = {
     "fp32": Route.FP32,
@@ -57,6 +58,8 @@ class Config:
     """Folder to write; experiments/results/<date>-reducer by default."""
     rounds: int = 5
     """Turns of every route in a cell; a turn counts up to 5 steps."""
+    probe_sizes_bytes: tuple[int, ...] = SIZES_BYTES
+    """Sizes at which substrates are probed."""
 
 
 # ========================================================================================= predictions
@@ -246,6 +249,7 @@ def run(config: Config) -> list[dict[str, Any]]:
         hosts=config.hosts,
         shapes=config.shapes,
         rounds=config.rounds,
+        probe_sizes_bytes=config.probe_sizes_bytes,
         keep_memory=True,
     )
     pythons = links.find_pythons(asked)

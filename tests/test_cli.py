@@ -8,9 +8,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import substrates
 
 import nf_jax
-from nf_jax import cli
+from nf_jax import cli, costs
 from nf_jax.profile import Codec, Phase, Profile, Region, Target
 from nf_jax.trace import TraceWriter
 
@@ -79,6 +80,19 @@ def test_a_user_error_is_one_line_and_exit_code_1(args, said, profile, monkeypat
     assert stopped.value.code == 1
     error = capsys.readouterr().err
     assert error.startswith("nf-jax: ") and said in error and "Traceback" not in error
+
+
+def test_inspect_with_a_substrate_shows_seconds_and_why_not(profile, tmp_path, monkeypatch, capsys):
+    slow = substrates.stage(1.0, 0.0)
+    for name, stages in {"fast": {}, "slow": {"sign": slow}}.items():
+        substrates.substrate(4, **stages).save(tmp_path / f"{name}.toml")
+        asked = ("--params", "test_cli:params", "--substrate", tmp_path / f"{name}.toml")
+        run(monkeypatch, "inspect", profile, "-w", 4, *asked)
+        shown = capsys.readouterr().out
+        assert "predicted milliseconds" in shown and ("slower" in shown) == (name == "slow")
+    lanes = nf_jax.plan(PROFILE, params(), 4).lanes
+    seconds = costs.lane_seconds(PROFILE, lanes, substrates.substrate(4, sign=slow))
+    assert f"{1e3 * seconds[0][nf_jax.Route.SIGN]:.3f}" in shown
 
 
 def write_run(folder: Path, num_steps: int) -> None:

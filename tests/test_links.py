@@ -162,7 +162,7 @@ def test_every_arm_has_a_style():
     ("options", "message"),
     [
         ({"arms": ("pmean", "morse")}, "arms: expected some of pmean, .*, got morse"),
-        ({"shapes": ("vgg",)}, "shapes: expected some of 16MiB, resnet18, bert6, got vgg"),
+        ({"shapes": ("vgg",)}, "shapes: expected some of 64KiB, 1MiB, 16MiB, resnet18, bert6, got vgg"),
         ({"rates": ("fast",)}, "rate: expected none, or a number"),
         ({"hosts": (1, 2)}, "hosts: expected at least 2 each"),
         ({"hosts": ()}, "hosts: expected at least one"),
