@@ -53,12 +53,12 @@ def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bo
         for stack, (row, col) in zip(add_residuals(gradients, given, reader=2), factors, strict=True)
     ]
     words = jnp.stack([codecs.pack_bits(cut_shards(group, plane)) for plane in zip(*bits, strict=True)], 1)
-    # Decoded from the words, not decided anew: so residuals are written, in place, after all have read them.
-    sent = [
-        values * (row * col)
-        for values, (row, col) in zip(decode_stacks(group, words, 1, _decode_vote), factors, strict=True)
-    ]
+    given = given._replace(ok=_after(words, given.ok))
     corrected = add_residuals(gradients, given, reader=3)
+    sent = [
+        _votes(_vote_bits(stack, row * col, group.codec, tie, gated)) * (row * col)
+        for stack, (row, col) in zip(corrected, factors, strict=True)
+    ]
     residuals, squared = new_residuals(group, given, corrected, sent)
     if _goes_straight(group, words.shape[0], gated):
         gathered, agreeing, squared = _deliver_straight(group, words, squared, axis)
@@ -158,11 +158,17 @@ def _vote_bits(corrected: Array, level: Array, codec: Codec, tie: Array, gated: 
     return [corrected > threshold, ~(corrected < -threshold)]
 
 
-def _decode_vote(words: Array) -> Array:
+def _after(words: Array, flag: Array) -> Array:
+    """`flag`, known only once the words are: for XLA, that overwrites an array in place where nothing that
+    reads it can come later. (No word has more than 32 bits; XLA does not know.)"""
+    return flag & (lax.population_count(words.reshape(-1)[0]) <= codecs.WORD_BITS)
+
+
+def _votes(bits: Sequence[Array]) -> Array:
     """What one worker's words say, `uint32[..., planes, m]` -> `f32[..., 32 * m]`, in units of the level."""
-    if words.shape[-2] == 1:
-        return codecs.decode_levels(words, codecs.LEVELS["majority"])
-    positive, not_negative = (codecs.unpack_bits(words[..., plane, :]) for plane in range(2))
+    if len(bits) == 1:
+        return jnp.where(bits[0], jnp.float32(1), -jnp.float32(1))
+    positive, not_negative = bits
     one, zero = jnp.float32(1), jnp.float32(0)
     return jnp.where(positive, one, jnp.where(not_negative, zero, -one))
 
