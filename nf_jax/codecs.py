@@ -39,7 +39,9 @@ def pack_bits(bits: Array) -> Array:
     *lead, num = bits.shape
     blocks = bits.reshape(*lead, num // BLOCK, WORD_BITS, LANE_WORDS)
     placed = jnp.where(blocks, jnp.uint32(1) << _bit_index(), jnp.uint32(0))
-    words = jnp.sum(placed, axis=-2, dtype=jnp.uint32)
+    # By quarters: XLA on CPU takes three times as long for a reduction over 32 bits at once.
+    first, second, third, fourth = jnp.split(placed, 4, axis=-2)
+    words = jnp.sum(first | second | third | fourth, axis=-2, dtype=jnp.uint32)
     return _materialized(words.reshape(*lead, num // WORD_BITS))
 
 
