@@ -75,6 +75,15 @@ def _materialized(words: Array) -> Array:
     return lax.optimization_barrier(words)
 
 
+def _signs(words: Array) -> Array:
+    """+1 for a set bit, -1 for another, as the sign of a one: `uint32[..., m]` -> `f32[..., 32 * m]`."""
+    *lead, num = words.shape
+    blocks = words.reshape(*lead, num // LANE_WORDS, 1, LANE_WORDS)
+    is_set = (blocks << (jnp.uint32(WORD_BITS - 1) - _bit_index())) & jnp.uint32(1 << 31)
+    signs = lax.bitcast_convert_type(is_set ^ jnp.uint32(0xBF800000), jnp.float32)
+    return signs.reshape(*lead, num * WORD_BITS)
+
+
 def _bit_index() -> Array:
     return jnp.arange(WORD_BITS, dtype=jnp.uint32)[:, None]
 
@@ -187,15 +196,11 @@ def decode_counts(planes: Array, num_votes: int) -> Array:
     Returns:
       `f32[..., 32 * m]`.
     """
-    *lead, num_planes, num = planes.shape
-    blocks = planes.reshape(*lead, num_planes, num // LANE_WORDS, 1, LANE_WORDS)
-    count = jnp.zeros((), jnp.uint32)
+    num_planes = planes.shape[-2]
+    excess = jnp.float32(2**num_planes - 1 - num_votes)
     for p in range(num_planes):
-        plane = lax.index_in_dim(blocks, p, axis=len(lead), keepdims=False)
-        count = count | (((plane >> _bit_index()) & jnp.uint32(1)) << jnp.uint32(p))
-    excess = 2 * count.astype(jnp.int32) - jnp.int32(num_votes)
-    mean = excess.astype(jnp.float32) * jnp.float32(1 / num_votes)
-    return mean.reshape(*lead, num * WORD_BITS)
+        excess = excess + _signs(planes[..., p, :]) * jnp.float32(2**p)
+    return excess * jnp.float32(1 / num_votes)
 
 
 def count_agreeing(votes: Array, majority: Array) -> Array:
@@ -263,7 +268,7 @@ def gated_level(gate: float) -> float:
 
 def decode_levels(words: Array, levels: Levels) -> Array:
     """`uint32[..., bits, m]` (sign, then magnitude plane) -> `f32[..., 32 * m]`, units of the level."""
-    sign = jnp.where(unpack_bits(words[..., 0, :]), jnp.float32(1), jnp.float32(-1))
+    sign = _signs(words[..., 0, :])
     if levels.threshold is None:
         return sign
     large = unpack_bits(words[..., 1, :])

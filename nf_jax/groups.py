@@ -133,9 +133,9 @@ def unstack(stacks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[
     return [matrix.reshape(shape) for matrix, shape in zip(matrices, shapes, strict=True)]
 
 
-def to_leaves(like: Sequence[Array], stacks: Sequence[Array]) -> list[Array]:
-    """Stacks back to leaves, in the shapes of `like`."""
-    return unstack(stacks, [leaf.shape for leaf in like])
+def unstack_runs(group: Group, stacks: Sequence[Array]) -> list[Array]:
+    """Stacks back to leaves, each `[*run_shape]`."""
+    return unstack(stacks, [segment.run_shape for segment in group.segments])
 
 
 def wide_gradients(given: Given) -> list[Array]:

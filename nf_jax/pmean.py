@@ -206,9 +206,12 @@ def _wholes(
     is_lossy: Array,
     inner: collectives.Level | None,
 ) -> Sequence[Array]:
-    """The pieces of all devices of the host, put together; a lossy one that is not finite spoils its leaf."""
+    """Leaves of these shapes: the means, or the pieces of all devices of the host put together.
+
+    A lossy piece that is not finite spoils its leaf.
+    """
     if inner is None:
-        return pieces
+        return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
     stacks = []
     for stack in join_stacks(group, pieces):
         gathered = collectives.gather_rows(stack, inner)

@@ -33,7 +33,7 @@ from nf_jax.groups import (
     squared_norm,
     stack_leaves,
     sum_by_lane,
-    to_leaves,
+    unstack_runs,
     wide_gradients,
 )
 from nf_jax.profile import Route
@@ -42,9 +42,10 @@ from nf_jax.votes import payload_shapes, receive_votes, send_votes
 # ------------------------------------------------------------------------------------------------- FP32
 
 
-def average_fp32(gradients: Sequence[Array], axis: collectives.Where) -> list[Array]:
+def average_fp32(group: Group, gradients: Sequence[Array], axis: collectives.Where) -> list[Array]:
     """The plain mean; residuals are left as they are (`settle_fp32` pays them out)."""
-    return collectives.mean_exact([gradient.astype(jnp.float32) for gradient in gradients], axis)
+    means = collectives.mean_exact([gradient.astype(jnp.float32) for gradient in gradients], axis)
+    return [mean.reshape(segment.run_shape) for mean, segment in zip(means, group.segments, strict=True)]
 
 
 def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[list[Array], list[Array]]:
@@ -62,7 +63,7 @@ def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[li
         if given.server is not None:
             owed = _owed(group, given.server, axis)
             local = [stack + part for stack, part in zip(local, owed, strict=True)]
-    return to_leaves(given.gradients, collectives.mean_exact(local, axis)), local
+    return unstack_runs(group, collectives.mean_exact(local, axis)), local
 
 
 def _owed(group: Group, server: Sequence[Array], axis: collectives.Where) -> list[Array]:
@@ -112,11 +113,11 @@ def send_bf16(group: Group, given: Given, axis: collectives.Where) -> Sent:
     )
 
 
-def receive_bf16(group: Group, payload: tuple[Array, ...], like: Sequence[Array]) -> list[Array]:
-    """The means, `f32[*shape]` in the shapes of `like`."""
+def receive_bf16(group: Group, payload: tuple[Array, ...]) -> list[Array]:
+    """The means, `f32[*run_shape]` each."""
     words = payload[0][:, : _shard_sizes(group)]
     decode = jax.vmap(lambda part: _poisoned(codecs.from_bf16_words(part)))
-    return to_leaves(like, decode_stacks(group, words, codecs.WORD_BITS, decode))
+    return unstack_runs(group, decode_stacks(group, words, codecs.WORD_BITS, decode))
 
 
 def bf16_shapes(group: Group, num_workers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -141,12 +142,12 @@ class Lossy(NamedTuple):
 
     Attributes:
       send: `(group, given, axis) -> Sent`.
-      receive: `(group, payload, like) -> means`; no collective.
+      receive: `(group, payload) -> means`; no collective.
       payload_shapes: `(group, num_workers)` -> shapes and dtypes of `Sent.payload`.
     """
 
     send: Callable[[Group, Given, collectives.Where], Sent]
-    receive: Callable[[Group, tuple[Array, ...], Sequence[Array]], list[Array]]
+    receive: Callable[[Group, tuple[Array, ...]], list[Array]]
     payload_shapes: Callable[[Group, int], tuple[jax.ShapeDtypeStruct, ...]]
 
 

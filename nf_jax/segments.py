@@ -45,6 +45,16 @@ class Segment:
         return (self.rows,) if self.cols == 1 else (self.rows, self.cols)
 
     @property
+    def run_shape(self) -> tuple[int, ...]:
+        """The form in which the leaf is decoded: columns in runs of `LANE_WORDS`, where they divide so.
+
+        Neighbours in a run are neighbouring words: XLA on CPU then decodes them at once, not one by one.
+        """
+        if self.cols == 1 or self.cols % codecs.LANE_WORDS:
+            return self.matrix_shape
+        return (self.rows, self.cols // codecs.LANE_WORDS, codecs.LANE_WORDS)
+
+    @property
     def shard_rows(self) -> int:
         return -(-self.rows // self.num_workers)
 
@@ -102,6 +112,14 @@ def from_shards(shards: Array, segment: Segment) -> Array:
     """`[W, shard_size]` -> `[*matrix_shape]`: the inverse of `to_shards`."""
     kept = shards[:, : segment.shard_rows * segment.cols]
     return kept.reshape(-1, *segment.matrix_shape[1:])[: segment.rows]
+
+
+def in_runs(matrix: Array, segment: Segment) -> Array:
+    """A matrix, or a factor that broadcasts over it, `[..., r, cols or 1]` -> `[..., r, *run_shape[1:]]`."""
+    if segment.run_shape == segment.matrix_shape:
+        return matrix
+    trailing = (1, 1) if matrix.shape[-1] == 1 else segment.run_shape[1:]
+    return matrix.reshape(*matrix.shape[:-1], *trailing)
 
 
 # ----------------------------------------------------------------------------------------------- scales

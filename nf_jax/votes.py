@@ -29,7 +29,7 @@ from nf_jax.groups import (
     norm_ratio,
     stack_leaves,
     sum_by_lane,
-    to_leaves,
+    unstack_runs,
     wide_gradients,
 )
 from nf_jax.profile import Codec
@@ -176,10 +176,8 @@ def _votes(bits: Sequence[Array]) -> Array:
 # -------------------------------------------------------------------------------------------- receiving
 
 
-def receive_votes(
-    group: Group, payload: tuple[Array, ...], like: Sequence[Array], *, gated: bool
-) -> list[Array]:
-    """The means, `f32[*shape]` in the shapes of `like`."""
+def receive_votes(group: Group, payload: tuple[Array, ...], *, gated: bool) -> list[Array]:
+    """The means, `f32[*run_shape]` each."""
     gathered, agreed = payload
     num_workers, num_levels = gathered.shape[0], _num_levels(group)
     num_planes = _num_planes(group, num_workers, gated)
@@ -203,8 +201,10 @@ def receive_votes(
             (row * _by_row(part, segment), col)
             for (row, col), part, segment in zip(factors, parts, group.stack_segments, strict=True)
         ]
-    means = [values * (row * col) for values, (row, col) in zip(means, factors, strict=True)]
-    return to_leaves(like, means)
+    for i, ((row, col), segment) in enumerate(zip(factors, group.stack_segments, strict=True)):
+        values, row, col = (segments.in_runs(part, segment) for part in (means[i], row, col))
+        means[i] = values * (row * col)
+    return unstack_runs(group, means)
 
 
 def _by_row(levels: Array, segment: Segment) -> Array:
