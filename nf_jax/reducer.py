@@ -53,11 +53,12 @@ def _requantize(
         zip(group.stack_segments, split_stacks(planes, group, 1), strict=True)
     ):
         cut = jax.vmap(lambda row, col, segment=segment: segments.shard_factors(row, col, segment, index))
-        row, col = cut(*factors[i])
+        row, col = (segments.in_runs(factor, segment) for factor in cut(*factors[i]))
         values = segments.shard_matrix(codecs.decode_counts(jnp.moveaxis(part, 1, 0), num_votes), segment)
-        values = values * (row * col)
+        values = segments.in_runs(values, segment) * (row * col)
         if given.server is not None:
-            values = values + segments.shard_matrix(given.server[i], segment)
+            owed = segments.shard_matrix(given.server[i], segment)
+            values = values + segments.in_runs(owed, segment)
         level = _fit_level(values, row, col, factors[i], segment, levels)
         row = row * level.reshape(-1, *([1] * (row.ndim - 1)))
         bits, sent = _to_levels(values, row, col, levels, tie)
@@ -98,7 +99,8 @@ def _fit_level(
     scale's own square needs no pass over the shard: it is a product of two sums.
     """
     inner = tuple(range(1, values.ndim))
-    row_peak, col_peak = (jnp.max(factor, axis=inner, keepdims=True) for factor in factors)
+    peaks = (jnp.max(factor.reshape(factor.shape[0], -1), axis=1) for factor in factors)
+    row_peak, col_peak = (peak.reshape(-1, *([1] * len(inner))) for peak in peaks)
     peak = row_peak * col_peak
     live = peak > _SMALLEST_SCALE
     inverse = jnp.where(live, 1 / jnp.maximum(peak, _SMALLEST_SCALE), peak * jnp.float32(0))
