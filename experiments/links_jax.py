@@ -69,8 +69,8 @@ class JaxArm:
         self._means = {}
 
     def step(self) -> None:
-        self._means, self._state = self._step(self._values.tree, self._values.loss, self._state)
-        jax.block_until_ready((self._means, self._state))
+        self._state, self._means = self._step(self._values.tree, self._values.loss, self._state)
+        jax.block_until_ready((self._state, self._means))
 
     def first_mean(self) -> np.ndarray:
         return np.asarray(self._means[self._values.first].addressable_data(0))
@@ -106,7 +106,7 @@ class JaxBackend:
     def make_arm(self, name: str, values: Values, substrate: str | None = None) -> JaxArm:
         """`-pinned`: with the routes compiled in that the controller starts with, no switch."""
         if name == "pmean":
-            return JaxArm(self.map(lambda tree, *_: (lax.pmean(_local(tree), AXES), ()), P()), values, ())
+            return JaxArm(self.map(lambda tree, *_: ((), lax.pmean(_local(tree), AXES)), P()), values, ())
         profile, shape = (
             PROFILES[name.removesuffix("-pinned")],
             (self.mesh.shape["hosts"], self.mesh.shape["devices"]),
@@ -121,13 +121,19 @@ class JaxBackend:
             tx = nf_jax.aggregate_gradients(profile, **level, routes=routes)
 
         def update(tree: Any, loss: jax.Array, state: Any) -> Any:
-            return tx.update(_local(tree), state, value=loss[0])
+            means, state = tx.update(_local(tree), state, value=loss[0])
+            return state, means
 
         state = nf_jax.shard_state(tx.init(params), self.mesh, AXES)
         return JaxArm(self.map(update, nf_jax.state_spec(state, AXES)), values, state)
 
     def map(self, body: Any, state_spec: Any) -> Any:
-        specs = {"in_specs": (P(AXES), P(AXES), state_spec), "out_specs": (P(), state_spec)}
+        """`body`: (values, loss, state) -> (state, means).
+
+        In this order, because XLA writes into a donated array the first result that has its size: were that
+        the means, the residuals would be copied at every step.
+        """
+        specs = {"in_specs": (P(AXES), P(AXES), state_spec), "out_specs": (state_spec, P())}
         return jax.jit(jax.shard_map(body, mesh=self.mesh, **specs), donate_argnums=2)
 
     def make_barrier(self) -> Callable[[], None]:
