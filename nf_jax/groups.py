@@ -133,9 +133,12 @@ def unstack(stacks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[
     return [matrix.reshape(shape) for matrix, shape in zip(matrices, shapes, strict=True)]
 
 
-def unstack_runs(group: Group, stacks: Sequence[Array]) -> list[Array]:
-    """Stacks back to leaves, each `[*run_shape]`."""
-    return unstack(stacks, [segment.run_shape for segment in group.segments])
+def in_runs(group: Group, stacks: Sequence[Array]) -> list[Array]:
+    """Stacks `[k, *matrix_shape]` as `[k, *run_shape]`."""
+    return [
+        stack.reshape(-1, *segment.run_shape)
+        for stack, segment in zip(stacks, group.stack_segments, strict=True)
+    ]
 
 
 def wide_gradients(given: Given) -> list[Array]:

@@ -161,7 +161,7 @@ def average(
         paths = [plan.paths[i] for i in group.leaves]
         shapes = [plan.residual_shape(i, s) for i, s in zip(group.leaves, group.segments, strict=True)]
         is_lossy = jnp.asarray(route) != Route.FP32
-        wholes = _wholes(group, outcome.means, [plan.shapes[i] for i in group.leaves], is_lossy, inner)
+        wholes = _wholes(outcome.means, [plan.shapes[i] for i in group.leaves], is_lossy, inner)
         for index, mean in zip(group.leaves, wholes, strict=True):
             means[index] = mean.astype(leaves[index].dtype)
         if keep_sent:
@@ -200,20 +200,19 @@ def _pieces(group: Group, leaves: Sequence[Array], inner: collectives.Level | No
 
 
 def _wholes(
-    group: Group,
-    pieces: Sequence[Array],
+    means: Sequence[Array],
     shapes: Sequence[tuple[int, ...]],
     is_lossy: Array,
     inner: collectives.Level | None,
 ) -> Sequence[Array]:
-    """Leaves of these shapes: the means, or the pieces of all devices of the host put together.
+    """Leaves of these shapes from stacks: of the means, or of the pieces of all devices of the host.
 
     A lossy piece that is not finite spoils its leaf.
     """
     if inner is None:
-        return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        return unstack(means, shapes)
     stacks = []
-    for stack in join_stacks(group, pieces):
+    for stack in means:
         gathered = collectives.gather_rows(stack, inner)
         firsts = gathered.reshape(*gathered.shape[:2], -1)[:, :, :1]
         poison = jnp.where(is_lossy, jnp.sum(firsts * jnp.float32(0), axis=1), jnp.float32(0))

@@ -25,6 +25,7 @@ from nf_jax.groups import (
     as_f32,
     cut_shards,
     decode_stacks,
+    in_runs,
     keep_unless,
     new_residuals,
     norm_ratio,
@@ -33,7 +34,6 @@ from nf_jax.groups import (
     squared_norm,
     stack_leaves,
     sum_by_lane,
-    unstack_runs,
     wide_gradients,
 )
 from nf_jax.profile import Route
@@ -42,10 +42,9 @@ from nf_jax.votes import payload_shapes, receive_votes, send_votes
 # ------------------------------------------------------------------------------------------------- FP32
 
 
-def average_fp32(group: Group, gradients: Sequence[Array], axis: collectives.Where) -> list[Array]:
-    """The plain mean; residuals are left as they are (`settle_fp32` pays them out)."""
-    means = collectives.mean_exact([gradient.astype(jnp.float32) for gradient in gradients], axis)
-    return [mean.reshape(segment.run_shape) for mean, segment in zip(means, group.segments, strict=True)]
+def average_fp32(group: Group, given: Given, axis: collectives.Where) -> list[Array]:
+    """The plain mean, stacks in runs; residuals are left as they are (`settle_fp32` pays them out)."""
+    return in_runs(group, collectives.mean_exact(stack_leaves(group, wide_gradients(given)), axis))
 
 
 def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[list[Array], list[Array]]:
@@ -55,7 +54,7 @@ def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[li
     shard, `W` times what it still owes there. Who calls it sets the residuals to zero.
 
     Returns:
-      The means, one a leaf, and what this worker sent, in stacks.
+      The means, stacks in runs, and what this worker sent, stacks.
     """
     local = stack_leaves(group, wide_gradients(given))
     if group.codec.on_fallback == "drain":
@@ -63,7 +62,7 @@ def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[li
         if given.server is not None:
             owed = _owed(group, given.server, axis)
             local = [stack + part for stack, part in zip(local, owed, strict=True)]
-    return unstack_runs(group, collectives.mean_exact(local, axis)), local
+    return in_runs(group, collectives.mean_exact(local, axis)), local
 
 
 def _owed(group: Group, server: Sequence[Array], axis: collectives.Where) -> list[Array]:
@@ -114,10 +113,10 @@ def send_bf16(group: Group, given: Given, axis: collectives.Where) -> Sent:
 
 
 def receive_bf16(group: Group, payload: tuple[Array, ...]) -> list[Array]:
-    """The means, `f32[*run_shape]` each."""
+    """The means, stacks in runs, `f32[k, *run_shape]`."""
     words = payload[0][:, : _shard_sizes(group)]
     decode = jax.vmap(lambda part: _poisoned(codecs.from_bf16_words(part)))
-    return unstack_runs(group, decode_stacks(group, words, codecs.WORD_BITS, decode))
+    return in_runs(group, decode_stacks(group, words, codecs.WORD_BITS, decode))
 
 
 def bf16_shapes(group: Group, num_workers: int) -> tuple[jax.ShapeDtypeStruct, ...]:

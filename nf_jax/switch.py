@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     """What averaging a group leaves.
 
     Attributes:
-      means: one per leaf (or piece of one), f32, `[*run_shape]`.
+      means: stacks in runs, f32 `[k, *run_shape]`.
       sent: stacks, this worker's share as the others understood it; empty unless asked for.
       residuals: stacks, empty without error feedback.
       server: a `f32[k, shard_size]` per stack, or empty.
@@ -177,7 +177,7 @@ def _receive(
 
     def by_route(r: Route) -> Callable[[], Any]:
         if r == Route.FP32:
-            return lambda: (average_fp32(group, given.gradients, axis), carry.sent, jnp.asarray(False))
+            return lambda: (average_fp32(group, given, axis), carry.sent, jnp.asarray(False))
         receive = ROUTES[r].receive
         return lambda: (receive(group, carry.payloads[r]), carry.sent, jnp.asarray(False))
 

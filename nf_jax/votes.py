@@ -29,7 +29,6 @@ from nf_jax.groups import (
     norm_ratio,
     stack_leaves,
     sum_by_lane,
-    unstack_runs,
     wide_gradients,
 )
 from nf_jax.profile import Codec
@@ -177,7 +176,7 @@ def _votes(bits: Sequence[Array]) -> Array:
 
 
 def receive_votes(group: Group, payload: tuple[Array, ...], *, gated: bool) -> list[Array]:
-    """The means, `f32[*run_shape]` each."""
+    """The means, stacks in runs, `f32[k, *run_shape]`."""
     gathered, agreed = payload
     num_workers, num_levels = gathered.shape[0], _num_levels(group)
     num_planes = _num_planes(group, num_workers, gated)
@@ -204,7 +203,7 @@ def receive_votes(group: Group, payload: tuple[Array, ...], *, gated: bool) -> l
     for i, ((row, col), segment) in enumerate(zip(factors, group.stack_segments, strict=True)):
         values, row, col = (segments.in_runs(part, segment) for part in (means[i], row, col))
         means[i] = values * (row * col)
-    return unstack_runs(group, means)
+    return means
 
 
 def _by_row(levels: Array, segment: Segment) -> Array:
