@@ -69,11 +69,11 @@ class Group:
 
 
 class Given(NamedTuple):
-    """What a route is given. A *stack* holds leaves that are alike, `f32[k, *matrix_shape]`.
+    """What a route is given. A *stack* holds leaves that are alike, `[k, *matrix_shape]`.
 
     Attributes:
-      gradients: local gradients, `[*shape]` in their own dtype; differ between workers.
-      residuals: what the worker has not sent yet, stacks; None without error feedback.
+      gradients: local gradients, stacks in the leaves' own dtype; differ between workers.
+      residuals: what the worker has not sent yet, f32 stacks; None without error feedback.
       server: what the worker as reducer has not sent yet, a `f32[k, shard_size]` per stack; None likewise.
       seed: `uint32[]`, the same on all workers, another at every step.
       ok: `bool[]`, the same on all workers; where False, residuals stay as they are.
@@ -108,19 +108,17 @@ class Sent(NamedTuple):
 
 def stack_leaves(group: Group, leaves: Sequence[Array]) -> list[Array]:
     """The group's leaves as one array a stack, `[k, *matrix_shape]`."""
-    return join_stacks(
-        group,
-        [leaf.reshape(segment.matrix_shape) for leaf, segment in zip(leaves, group.segments, strict=True)],
-    )
+    return join_stacks(group, leaves, [segment.matrix_shape for segment in group.segments])
 
 
-def join_stacks(group: Group, leaves: Sequence[Array]) -> list[Array]:
+def join_stacks(group: Group, leaves: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """Leaves that are alike as one array, `[k, *shape]`.
 
     Written out, so that a stack is copied once and its making is not fused into every reader: a fusion of
     dozens of operands takes XLA long to compile.
     """
-    rows, stops = [leaf[None] for leaf in leaves], np.cumsum(group.stacks).tolist()
+    rows = [leaf.reshape(1, *shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+    stops = np.cumsum(group.stacks).tolist()
     return [
         lax.optimization_barrier(jnp.concatenate(rows[stop - count : stop])) if count > 1 else rows[stop - 1]
         for count, stop in zip(group.stacks, stops, strict=True)
@@ -129,8 +127,8 @@ def join_stacks(group: Group, leaves: Sequence[Array]) -> list[Array]:
 
 def unstack(stacks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """Stacks back to leaves of these shapes."""
-    matrices = [part for stack in stacks for part in jnp.split(stack, stack.shape[0])]
-    return [matrix.reshape(shape) for matrix, shape in zip(matrices, shapes, strict=True)]
+    rows = [row for stack in stacks for row in jnp.split(stack, stack.shape[0])]
+    return [row.reshape(shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
 def in_runs(group: Group, stacks: Sequence[Array]) -> list[Array]:
@@ -142,7 +140,7 @@ def in_runs(group: Group, stacks: Sequence[Array]) -> list[Array]:
 
 
 def wide_gradients(given: Given) -> list[Array]:
-    """The local gradients in f32."""
+    """The local gradients in f32, stacks."""
     return [gradient.astype(jnp.float32) for gradient in given.gradients]
 
 

@@ -160,7 +160,7 @@ def plan(
         keys = [None if reason is not None else s.region for s, reason in zip(slices, fixed, strict=True)]
         group_ids = buckets.merge_groups(keys, MAX_GROUPS)
         groups = tuple(
-            _group(profile, slices, segments, [i for i, g in enumerate(group_ids) if g == number])
+            _group(profile, slices, segments, dtypes, [i for i, g in enumerate(group_ids) if g == number])
             for number in range(max(group_ids, default=-1) + 1)
         )
         packed = {leaf for group in groups for leaf in group.leaves}
@@ -285,6 +285,7 @@ def _group(
     profile: Profile,
     slices: Sequence[buckets.LaneSlice],
     segments: dict[int, Segment],
+    dtypes: Sequence[str],
     lanes: Sequence[int],
 ) -> Group:
     members = [
@@ -296,7 +297,7 @@ def _group(
     kinds: dict[Any, list[tuple[int, int]]] = {}
     for position, leaf in members:
         alone = segments[leaf].size > MAX_STACKED_SIZE
-        kinds.setdefault((segments[leaf], leaf if alone else None), []).append((position, leaf))
+        kinds.setdefault((segments[leaf], dtypes[leaf], leaf if alone else None), []).append((position, leaf))
     members = [member for kind in kinds.values() for member in kind]
     region = slices[lanes[0]].region
     return Group(

@@ -25,8 +25,8 @@ class Memory(NamedTuple):
     """Error feedback: what has not been sent yet. Differs between workers.
 
     Attributes:
-      residual: path -> `f32` or `bf16` `[*shape]`, gradient units.
-      server_residual: path -> `f32[shard_size]`, gradient units, for the shard this worker reduces.
+      residual: path -> `f32` or `bf16` `[1, *shape]`, gradient units.
+      server_residual: path -> `f32[1, shard_size]`, gradient units, for the shard this worker reduces.
     """
 
     residual: dict[str, Array]
@@ -167,11 +167,9 @@ def average(
         if keep_sent:
             for index, part in zip(group.leaves, unstack(outcome.sent, shapes), strict=True):
                 sent[index] = part
-        if outcome.residuals:
-            memory.residual.update(zip(paths, unstack(outcome.residuals, shapes), strict=True))
-        if outcome.server:
-            sizes = [(segment.shard_size,) for segment in group.segments]
-            memory.server_residual.update(zip(paths, unstack(outcome.server, sizes), strict=True))
+        for kept, stacks in ((memory.residual, outcome.residuals), (memory.server_residual, outcome.server)):
+            if stacks:
+                kept.update(zip(paths, unstack(stacks, [kept[path].shape for path in paths]), strict=True))
         lanes = np.asarray(group.lanes)
         agreement = agreement.at[lanes].set(outcome.agreement)
         residual_ratio = residual_ratio.at[lanes].set(outcome.residual_ratio)
@@ -188,15 +186,13 @@ def average(
 
 
 def _pieces(group: Group, leaves: Sequence[Array], inner: collectives.Level | None) -> Sequence[Array]:
-    """The mean, over the devices of this host, of the piece of each leaf that this device answers for."""
+    """Stacks of the leaves; of hosts of several devices, stacks in f32 of the piece of each leaf that this
+    device answers for, averaged over them."""
     if inner is None:
-        return leaves
-    whole = [
-        leaf.astype(jnp.float32).reshape(-1, *segment.matrix_shape[1:])
-        for leaf, segment in zip(leaves, group.segments, strict=True)
-    ]
-    stacks = [collectives.mean_of_rows(stack, inner) for stack in join_stacks(group, whole)]
-    return unstack(stacks, [segment.matrix_shape for segment in group.segments])
+        return stack_leaves(group, leaves)
+    shapes = [(segment.rows * segment.num_inner, *segment.matrix_shape[1:]) for segment in group.segments]
+    whole = join_stacks(group, [leaf.astype(jnp.float32) for leaf in leaves], shapes)
+    return [collectives.mean_of_rows(stack, inner) for stack in whole]
 
 
 def _wholes(
@@ -230,7 +226,8 @@ def _stack_servers(group: Group, servers: Sequence[Array | None]) -> list[Array]
     """A `[k, shard_size]` per stack."""
     if not group.keeps_server_residual or any(server is None for server in servers):
         return None
-    return join_stacks(group, [server for server in servers if server is not None])
+    sizes = [(segment.shard_size,) for segment in group.segments]
+    return join_stacks(group, [server for server in servers if server is not None], sizes)
 
 
 def _check_length(plan: Plan, shape: tuple[int, ...]) -> None:

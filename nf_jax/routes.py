@@ -32,7 +32,6 @@ from nf_jax.groups import (
     nothing_voted,
     split_stacks,
     squared_norm,
-    stack_leaves,
     sum_by_lane,
     wide_gradients,
 )
@@ -44,7 +43,7 @@ from nf_jax.votes import payload_shapes, receive_votes, send_votes
 
 def average_fp32(group: Group, given: Given, axis: collectives.Where) -> list[Array]:
     """The plain mean, stacks in runs; residuals are left as they are (`settle_fp32` pays them out)."""
-    return in_runs(group, collectives.mean_exact(stack_leaves(group, wide_gradients(given)), axis))
+    return in_runs(group, collectives.mean_exact(wide_gradients(given), axis))
 
 
 def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[list[Array], list[Array]]:
@@ -56,7 +55,7 @@ def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[li
     Returns:
       The means, stacks in runs, and what this worker sent, stacks.
     """
-    local = stack_leaves(group, wide_gradients(given))
+    local = wide_gradients(given)
     if group.codec.on_fallback == "drain":
         local = add_residuals(local, given)
         if given.server is not None:
@@ -86,7 +85,7 @@ def _owed(group: Group, server: Sequence[Array], axis: collectives.Where) -> lis
 
 def send_bf16(group: Group, given: Given, axis: collectives.Where) -> Sent:
     """Two bytes an element both ways, summed in f32; both roundings have their residual."""
-    corrected = add_residuals(stack_leaves(group, wide_gradients(given)), given)
+    corrected = add_residuals(wide_gradients(given), given)
     words = [codecs.to_bf16_words(stack) for stack in corrected]
     sent = [codecs.from_bf16_words(stack) for stack in words]
     received = collectives.exchange(cut_shards(group, words), axis)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from nf_jax import collectives
-from nf_jax.groups import Given, Group, nothing_voted, stack_leaves, wide_gradients
+from nf_jax.groups import Given, Group, nothing_voted, wide_gradients
 from nf_jax.profile import Route
 from nf_jax.routes import ROUTES, average_fp32, settle_fp32
 
@@ -112,7 +112,7 @@ def _empty_carry(group: Group, given: Given, axis: collectives.Where, keep_sent:
         payloads=jax.tree.map(typed, payloads),
         agreement=agreement,
         residual_ratio=residual_ratio,
-        sent=stack_leaves(group, wide_gradients(given)) if keep_sent else [],
+        sent=wide_gradients(given) if keep_sent else [],
     )
 
 

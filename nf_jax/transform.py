@@ -110,17 +110,14 @@ def aggregate_gradients(
         exact, gathered = collectives.mean_and_gather([leaves[i] for i in plan.exact], own, axis)
         signals, ok = _signals(gathered, len(profile.regions), has_loss=value is not None)
         chosen = jnp.asarray(state.info.next_routes) if pinned is None else pinned
-        memory = jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), state.memory)
+        seed = _seed(state.step)
         result = average(
-            plan, chosen, leaves, memory, state.pending, axis, seed=_seed(state.step), ok=ok, exact=exact
+            plan, chosen, leaves, state.memory, state.pending, axis, seed=seed, ok=ok, exact=exact
         )
         signals = signals._replace(agreement=result.agreement, residual_ratio=result.residual_ratio)
 
         new_state = _advance(profile, plan, state, jnp.asarray(chosen, jnp.int32), signals)
-        new_state = new_state._replace(
-            pending=result.pending,
-            memory=jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), result.memory),
-        )
+        new_state = new_state._replace(pending=result.pending, memory=result.memory)
         return jax.tree.unflatten(treedef, result.means), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -27,7 +27,6 @@ from nf_jax.groups import (
     decode_stacks,
     new_residuals,
     norm_ratio,
-    stack_leaves,
     sum_by_lane,
     wide_gradients,
 )
@@ -43,7 +42,7 @@ def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bo
 
     Gated, an element below `gate` times the scale counts as zero.
     """
-    gradients = stack_leaves(group, wide_gradients(given))
+    gradients = wide_gradients(given)
     agreed, mean_squared = _agree_on_scales(group, given, gradients, axis)
     factors = _factors(group, agreed, gated)
     tie = (given.seed & jnp.uint32(1)) != 0
