@@ -51,6 +51,7 @@ def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bo
         for stack, (row, col) in zip(add_residuals(gradients, given, reader=2), factors, strict=True)
     ]
     words = jnp.stack([codecs.pack_bits(cut_shards(group, plane)) for plane in zip(*bits, strict=True)], 1)
+    # Decided anew from the sum, which takes less than decoding the words.
     given = given._replace(ok=_after(words, given.ok))
     corrected = add_residuals(gradients, given, reader=3)
     sent = [
@@ -157,18 +158,17 @@ def _vote_bits(corrected: Array, level: Array, codec: Codec, tie: Array, gated: 
 
 
 def _after(words: Array, flag: Array) -> Array:
-    """`flag`, known only once the words are: for XLA, that overwrites an array in place where nothing that
-    reads it can come later. (No word has more than 32 bits; XLA does not know.)"""
-    return flag & (lax.population_count(words.reshape(-1)[0]) <= codecs.WORD_BITS)
+    """`flag`, but known only after `words`, `uint32[W, planes, n]`: no word has more than 32 bits set.
+
+    XLA overwrites an array in place only if what reads it must come before: else it copies it first.
+    """
+    return flag & jnp.all(lax.population_count(words[0, :, 0]) <= codecs.WORD_BITS)
 
 
 def _votes(bits: Sequence[Array]) -> Array:
-    """What one worker's words say, `uint32[..., planes, m]` -> `f32[..., 32 * m]`, in units of the level."""
-    if len(bits) == 1:
-        return jnp.where(bits[0], jnp.float32(1), -jnp.float32(1))
-    positive, not_negative = bits
+    """What the bit planes of `_vote_bits` say, in units of the level: +1, -1, or 0 where they differ."""
     one, zero = jnp.float32(1), jnp.float32(0)
-    return jnp.where(positive, one, jnp.where(not_negative, zero, -one))
+    return jnp.where(bits[0], one, jnp.where(bits[-1], zero, -one) if len(bits) > 1 else -one)
 
 
 # -------------------------------------------------------------------------------------------- receiving

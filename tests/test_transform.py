@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import chex
@@ -547,3 +548,13 @@ def test_an_axis_may_be_a_list_of_names():
     mapped_update: Any = jax.vmap(update, axis_name=AXIS, in_axes=(0, None))
     updates, _ = jax.eval_shape(mapped_update, gradients(0), aggregate().init(PARAMS))
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, gradients(0))
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("route", [SIGN, TERNARY])
+def test_residuals_are_overwritten_in_place(route: Route, num_workers: int):
+    tx = aggregate(profile(body=route), num_workers)
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_workers), tx.init(PARAMS))
+    step = jax.pmap(tx.update, axis_name=AXIS, donate_argnums=1, devices=jax.devices()[:num_workers])
+    hlo = step.lower(gradients(0, num_workers), state).compile().as_text()
+    assert "f32[1,96,64]" in hlo and not re.search(r"= f32\[1,(96,64|2048)\]\S* copy\(", hlo)
