@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -16,6 +17,8 @@ from nf_jax.telemetry import Lanes, Reason, Signals, StepInfo
 TRACE_VERSION = 1
 _MAX_HEADER_BYTES = 64 * 2**20
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NONFINITE_WORDS = (b'"NaN"', b'Infinity"')
+_CHUNK_STEPS = 1024  # steps that are held as Python objects at a time while columns are read
 
 
 class Trace(NamedTuple):
@@ -24,6 +27,30 @@ class Trace(NamedTuple):
     header: dict[str, Any]
     lanes: Lanes
     steps: list[dict[str, Any]]
+    truncated: bool
+
+
+class Columns(NamedTuple):
+    """A trace read back as arrays, for replay: n steps, L lanes, R regions.
+
+    Attributes:
+      header: the trace's first line.
+      lanes: the run's lanes.
+      steps: int32[n], the steps in the order of the file.
+      routes: int32[n, L], the `Route` each lane took.
+      reasons: int32[n, L], the `Reason` for it.
+      signals: what was measured; every field has a leading dimension n.
+      step_seconds: f64[n], the host's time of a step, NaN where a line has none; None: no line has one.
+      truncated: whether the last line was torn, and left out.
+    """
+
+    header: dict[str, Any]
+    lanes: Lanes
+    steps: np.ndarray
+    routes: np.ndarray
+    reasons: np.ndarray
+    signals: Signals
+    step_seconds: np.ndarray | None
     truncated: bool
 
 
@@ -107,20 +134,51 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     Raises:
       ValueError: the file cannot be read, is not a trace, or holds a broken line; names the line.
     """
+    with _open(path) as stream:
+        header, lanes = _read_head(stream, path)
+        steps = list(_records(stream, len(lanes.names), path))
+    truncated = bool(steps) and steps[-1] is None
+    return Trace(header, lanes, [step for step in steps if step is not None], truncated)
+
+
+def read_columns(path: str | os.PathLike[str]) -> Columns:
+    """Reads what replay needs of a trace, as arrays: a long one in seconds, in little memory.
+
+    Args:
+      path: a file that `TraceWriter` wrote.
+
+    Returns:
+      The `Columns`; a torn last line is dropped and reported, as by `read_trace`.
+
+    Raises:
+      ValueError: as `read_trace`, and where routes, reasons or signals are not numbers of equal shapes.
+    """
+    with _open(path) as stream:
+        header, lanes = _read_head(stream, path)
+        records = _records(stream, len(lanes.names), path)
+        chunks, truncated = [], False
+        while chunk := list(itertools.islice(records, _CHUNK_STEPS)):
+            truncated = chunk[-1] is None
+            if whole := [record for record in chunk if record is not None]:
+                chunks.append(_stack(whole, path))
     try:
-        stream = open(path, "rb")  # noqa: SIM115 (closed below; only opening may fail like this)
-    except OSError as error:
-        raise ValueError(f"{path}: expected a trace, cannot open it: {error.strerror}") from None
-    with stream:
-        header = _check_header(_parse(stream.readline(_MAX_HEADER_BYTES)), path)
-        lanes = _lanes_from_header(header, path)
-        steps: list[dict[str, Any]] = []
-        for number, line in enumerate(stream, start=2):
-            record = _parse(line)
-            if record is None and not line.endswith(b"\n"):
-                return Trace(header, lanes, steps, truncated=True)
-            steps.append(_check_step(record, len(lanes.names), f"{path}: line {number}"))
-    return Trace(header, lanes, steps, truncated=False)
+        columns = {
+            name: np.concatenate([chunk[name] for chunk in chunks] or [np.zeros((0,))])
+            for name in _COLUMN_DTYPES
+        }
+    except ValueError:
+        raise ValueError(f"{path}: expected signals of one shape in all steps; is it two runs?") from None
+    seconds = columns.pop("step_seconds")
+    return Columns(
+        header=header,
+        lanes=lanes,
+        steps=columns.pop("step"),
+        routes=columns.pop("routes"),
+        reasons=columns.pop("reasons"),
+        signals=Signals(**columns),
+        step_seconds=seconds if np.isfinite(seconds).any() else None,
+        truncated=truncated,
+    )
 
 
 def signals_from_record(record: Mapping[str, Any]) -> Signals:
@@ -158,7 +216,58 @@ _SIGNAL_DTYPES: dict[str, type[np.generic]] = {
     "residual_ratio": np.float32,
     "reducer_load": np.float32,
 }
+_COLUMN_DTYPES: dict[str, type[np.generic]] = {
+    "step": np.int32,
+    "routes": np.int32,
+    "reasons": np.int32,
+    "step_seconds": np.float64,
+    **_SIGNAL_DTYPES,
+}
 _STEP_FIELDS = {*StepInfo._fields, "wire_bytes", "fp32_bytes"} - {"wire", "fp32_wire"}
+
+
+def _open(path: str | os.PathLike[str]) -> IO[bytes]:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"{path}: expected a trace, cannot open it: {error.strerror}") from None
+
+
+def _read_head(stream: IO[bytes], path: object) -> tuple[dict[str, Any], Lanes]:
+    header = _check_header(_parse(stream.readline(_MAX_HEADER_BYTES)), path)
+    return header, _lanes_from_header(header, path)
+
+
+def _records(lines: Iterable[bytes], num_lanes: int, path: object) -> Iterator[dict[str, Any] | None]:
+    """The steps of a trace, after its header; None at the end where the last line is torn."""
+    for number, line in enumerate(lines, start=2):
+        record = _parse(line)
+        if record is None and not line.endswith(b"\n"):
+            yield None
+            return
+        yield _check_step(record, num_lanes, f"{path}: line {number}")
+
+
+def _stack(records: Sequence[dict[str, Any]], path: object) -> dict[str, np.ndarray]:
+    """The columns of some steps; where they do not fit together, an error that names the step."""
+    try:
+        rows = [record | record["signals"] | {"step_seconds": _seconds(record)} for record in records]
+        return {
+            name: np.asarray([row[name] for row in rows], dtype) for name, dtype in _COLUMN_DTYPES.items()
+        }
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        for record in records:
+            signals_from_record(record)
+        first, last = records[0]["step"], records[-1]["step"]
+        raise ValueError(
+            f"{path}: steps {first} to {last}: expected {', '.join(_COLUMN_DTYPES)} as numbers of equal "
+            f"shapes, got {error!r}"
+        ) from None
+
+
+def _seconds(record: Mapping[str, Any]) -> float:
+    value = record.get("step_seconds")
+    return math.nan if value is None else value
 
 
 def _encode(value: Any) -> Any:
@@ -196,7 +305,9 @@ def _dumps(record: Mapping[str, Any]) -> str:
 def _parse(line: bytes) -> Any:
     """The line's value, or None where it is not JSON."""
     try:
-        return _decode(json.loads(line))
+        value = json.loads(line)
+        # Decoding visits every value, and hardly a line needs it.
+        return _decode(value) if any(word in line for word in _NONFINITE_WORDS) else value
     except (ValueError, RecursionError):
         return None
 

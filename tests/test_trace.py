@@ -16,7 +16,7 @@ import pytest
 
 from nf_jax import trace
 from nf_jax.telemetry import Lanes, Reason, Signals, StepInfo
-from nf_jax.trace import TraceWriter, read_trace
+from nf_jax.trace import TraceWriter, read_columns, read_trace
 
 LANES = Lanes(
     names=("0/backbone", "1/head"),
@@ -229,3 +229,70 @@ def test_state_of_all_workers_is_an_error(tmp_path: Path):
 def test_a_record_without_signals_is_an_error(broken: dict[str, Any]):
     with pytest.raises(ValueError, match="expected the signals"):
         trace.signals_from_record({"step": 4} | broken)
+
+
+def test_columns_are_the_steps_as_arrays(tmp_path: Path):
+    path = tmp_path / "t"
+    odd = signals(loss=jnp.float32(jnp.nan), residual_ratio=jnp.asarray([jnp.inf, 0.1], jnp.float32))
+    with TraceWriter(path, TOML, LANES, num_workers=2) as writer:
+        for step in range(3):
+            writer.write(info(step), step_seconds=0.25 * step)
+        writer.write(info(3, signals=odd))
+    columns, whole = read_columns(path), read_trace(path)
+    assert columns.header == whole.header and columns.lanes == whole.lanes and not columns.truncated
+    for name in ("routes", "reasons"):
+        chex.assert_trees_all_equal(
+            getattr(columns, name), np.asarray([step[name] for step in whole.steps], np.int32)
+        )
+    assert columns.steps.tolist() == [0, 1, 2, 3]
+    assert columns.step_seconds is not None
+    np.testing.assert_array_equal(columns.step_seconds, [0, 0.25, 0.5, np.nan])
+    for index, step in enumerate(whole.steps):
+        row = Signals(*(np.asarray(field[index]) for field in columns.signals))
+        chex.assert_trees_all_equal(row, trace.signals_from_record(step))
+
+
+def test_columns_of_many_chunks_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trace, "_CHUNK_STEPS", 2)
+    assert read_columns(write(tmp_path / "t", range(5))).steps.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_columns_leave_a_torn_last_line_out(tmp_path: Path, num_steps: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trace, "_CHUNK_STEPS", 2)
+    path = write(tmp_path / "t", range(num_steps))
+    path.write_bytes(path.read_bytes()[:-9])
+    columns = read_columns(path)
+    assert columns.truncated and columns.steps.tolist() == list(range(num_steps - 1))
+
+
+def test_columns_of_no_step_are_empty(tmp_path: Path):
+    columns = read_columns(write(tmp_path / "t", range(0)))
+    assert columns.steps.shape == (0,) and columns.step_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b'"loss":0.1', b'"loss":"high"', "expected the signals"),
+        (b'"agreement":[0.5,-1.0]', b'"agreement":[0.5]', "equal shapes"),
+        (b'"reasons":[0,2]', b'"reasons":[0,[2]]', "steps 0 to 2"),
+        (b'"seconds":0.5', b'"step_seconds":"long"', "steps 0 to 2"),
+        (b'"nonfinite":[0,3]', b'"nonfinite":[0,33333333333]', "expected the signals"),
+    ],
+)
+def test_columns_of_something_else_are_an_error(tmp_path: Path, old: bytes, new: bytes, said: str):
+    path = write(tmp_path / "t", range(3))
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(ValueError, match=said):
+        read_columns(path)
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_columns_of_a_foreign_file_are_the_same_error(tmp_path: Path, kind: str):
+    path = tmp_path / "t"
+    path.write_bytes(FOREIGN[kind][0])
+    with pytest.raises(ValueError, match=FOREIGN[kind][1]):
+        read_columns(path)
