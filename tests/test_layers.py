@@ -19,6 +19,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "telemetry": (0, set()),
     "ending": (0, set()),
     "cluster": (1, {"ending"}),
+    "endpoint": (1, {"checks"}),
     "segments": (1, {"codecs"}),
     "buckets": (1, {"regions"}),
     "collectives": (1, {"codecs"}),
