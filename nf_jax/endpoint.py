@@ -180,16 +180,12 @@ def simulate(rates: Rates, work: Work, num_workers: Array, rest_seconds: Array) 
       The `Load`; its `load` is the larger of the busy share over the whole step, the background's included,
       and of the queue's peak over the buffer.
     """
-    window = _windows(rates, work)
+    stages = stage_seconds(rates, work, num_workers)
     up, down = num_workers * work.up_bytes, num_workers * work.down_bytes
-    arriving = jnp.maximum(_over(work.up_bytes, rates.link), _over(up, rates.ingress))
-    arriving = jnp.maximum(arriving, _times(window, rates.round_trip))
-    service = num_workers * (_times(work.fp32_adds, rates.fp32) + _times(work.votes, rates.votes))
-    leaving = jnp.maximum(_over(work.down_bytes, rates.link), _over(down, rates.egress))
 
     # Where a rate is 0 nothing ends; the formulas run on finite numbers all the same.
-    stuck = ~jnp.isfinite(jnp.sum(arriving) + jnp.sum(service) + jnp.sum(leaving))
-    finite = [jnp.where(jnp.isfinite(x), x, np.float32(0)) for x in (arriving, service, leaving)]
+    stuck = ~jnp.isfinite(sum(jnp.sum(stage) for stage in stages))
+    finite = [jnp.where(jnp.isfinite(stage), stage, np.float32(0)) for stage in stages]
     a, s, d = (_from_zero(jnp.cumsum(x)) for x in finite)
     added = s + _running_max(a - s)
     left = d + _running_max(added - d)
@@ -198,12 +194,23 @@ def simulate(rates: Rates, work: Work, num_workers: Array, rest_seconds: Array) 
 
     seconds = jnp.where(passes, left[-1] + rates.round_trip, np.float32(0))
     seconds, busy = (jnp.where(stuck, np.float32(np.inf), x) for x in (seconds, s[-1]))
+    window = _windows(rates, work)
     under_way = num_workers * jnp.max(jnp.where(window > 0, work.up_bytes / window, np.float32(0)))
     queue = jnp.minimum(jnp.where(stuck, jnp.sum(up), peak), under_way)
     share = jnp.where(busy > 0, busy / (seconds + rest_seconds), np.float32(0))
     share = jnp.where(stuck, np.float32(1), rates.background + (1 - rates.background) * share)
     load = jnp.maximum(share, queue / rates.queue_bytes)
     return Load(seconds, busy, queue, jnp.sum(up), jnp.sum(down), load)
+
+
+def stage_seconds(rates: Rates, work: Work, num_workers: Array) -> tuple[Array, Array, Array]:
+    """How long every lane takes to arrive, to be added and to leave, on its own: `simulate`'s a, s and d."""
+    up, down = num_workers * work.up_bytes, num_workers * work.down_bytes
+    arriving = jnp.maximum(_over(work.up_bytes, rates.link), _over(up, rates.ingress))
+    arriving = jnp.maximum(arriving, _times(_windows(rates, work), rates.round_trip))
+    service = num_workers * (_times(work.fp32_adds, rates.fp32) + _times(work.votes, rates.votes))
+    leaving = jnp.maximum(_over(work.down_bytes, rates.link), _over(down, rates.egress))
+    return arriving, service, leaving
 
 
 def _windows(rates: Rates, work: Work) -> Array:

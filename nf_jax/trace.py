@@ -40,6 +40,8 @@ class Columns(NamedTuple):
       routes: int32[n, L], the `Route` each lane took.
       reasons: int32[n, L], the `Reason` for it.
       signals: what was measured; every field has a leading dimension n.
+      overhead_bytes: what a worker sent for the signals at every step, whatever the routes.
+      fp32_bytes: what it would have sent at every step in FP32.
       step_seconds: f64[n], the host's time of a step, NaN where a line has none; None: no line has one.
       truncated: whether the last line was torn, and left out.
     """
@@ -50,6 +52,8 @@ class Columns(NamedTuple):
     routes: np.ndarray
     reasons: np.ndarray
     signals: Signals
+    overhead_bytes: int
+    fp32_bytes: int
     step_seconds: np.ndarray | None
     truncated: bool
 
@@ -168,17 +172,31 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
         }
     except ValueError:
         raise ValueError(f"{path}: expected signals of one shape in all steps; is it two runs?") from None
-    seconds = columns.pop("step_seconds")
+    seconds, routes = columns.pop("step_seconds"), columns.pop("routes")
+    sent, fp32_bytes = (columns.pop(name) for name in ("wire_bytes", "fp32_bytes"))
+    if np.any((routes < 0) | (routes > 3)):
+        raise ValueError(f"{path}: expected routes from 0 to 3, got {routes.min()} to {routes.max()}")
     return Columns(
         header=header,
         lanes=lanes,
         steps=columns.pop("step"),
-        routes=columns.pop("routes"),
+        routes=routes,
         reasons=columns.pop("reasons"),
+        overhead_bytes=int(sent[0]) - lane_bytes(lanes, routes[:1]).item() if len(sent) else 0,
+        fp32_bytes=int(fp32_bytes[0]) if len(sent) else 0,
         signals=Signals(**columns),
         step_seconds=seconds if np.isfinite(seconds).any() else None,
         truncated=truncated,
     )
+
+
+def lane_bytes(lanes: Lanes, routes: np.ndarray) -> np.ndarray:
+    """int64[n], bytes that a worker sends of all lanes by the routes of each step, int32[n, L]."""
+    table = np.asarray(lanes.wire_bytes, np.int64)
+    total = np.zeros(len(routes), np.int64)
+    for lane, row in enumerate(table):
+        total += row[routes[:, lane]]
+    return total
 
 
 def signals_from_record(record: Mapping[str, Any]) -> Signals:
@@ -220,6 +238,8 @@ _COLUMN_DTYPES: dict[str, type[np.generic]] = {
     "step": np.int32,
     "routes": np.int32,
     "reasons": np.int32,
+    "wire_bytes": np.int64,
+    "fp32_bytes": np.int64,
     "step_seconds": np.float64,
     **_SIGNAL_DTYPES,
 }

@@ -55,7 +55,21 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
             "state",
         },
     ),
-    "replay": (9, {"profile", "health", "capacity", "controller", "telemetry", "trace"}),
+    "prices": (4, {"profile", "codecs", "costs", "endpoint", "telemetry"}),
+    "replay": (
+        9,
+        {
+            "profile",
+            "health",
+            "capacity",
+            "controller",
+            "costs",
+            "endpoint",
+            "prices",
+            "telemetry",
+            "trace",
+        },
+    ),
     "substrate": (
         10,
         {
