@@ -15,11 +15,13 @@ import tyro
 from rich import progress
 from rich.console import Console
 
-from nf_jax import cluster, costs_report, report, substrate
+from nf_jax import cluster, costs_report, replay_report, report, substrate
 from nf_jax.costs import Substrate
+from nf_jax.endpoint import Endpoint
 from nf_jax.plan import plan
 from nf_jax.profile import Profile
-from nf_jax.trace import read_trace
+from nf_jax.replay import replay
+from nf_jax.trace import read_columns, read_trace
 
 Positional = tyro.conf.Positional
 
@@ -79,6 +81,34 @@ class Report:
     """Whether to draw the PNGs."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Runs the controller over a recorded trace again, against a reducer that was measured or imagined.
+
+    Without options it checks that the run decides again as it did. With --substrate (from nf-jax probe,
+    between as many workers) lanes are admitted by predicted seconds. With --endpoint, low-bit lanes go to an
+    endpoint reducer (a parameter-server node, a switch, a unit beside memory), and its load takes lanes back
+    to FP32. Such a file holds, say,
+
+        link_bytes_per_second = 1.25e9
+        vote_elements_per_second = 8e9
+        slots = 512
+
+    and leaves the rest to the defaults; the keys and their units: python -m pydoc nf_jax.endpoint.
+    """
+
+    trace: Positional[Path]
+    """A trace.jsonl, from the run's first step on; one that was cut off is replayed up to its last step."""
+    substrate: Path | None = None
+    """What `nf-jax probe` wrote."""
+    endpoint: Path | None = None
+    """An endpoint reducer (TOML)."""
+    compute_seconds: float | None = None
+    """What a step takes beside averaging; by default the trace's median step, less predicted averaging."""
+    out: Path | None = None
+    """A folder for steps.csv (a line per step) and summary.json."""
+
+
 def main() -> None:
     """Entry point of `nf-jax`; exits with 1 on a user error, with one line that says what to do."""
     command = tyro.extras.subcommand_cli_from_dict(
@@ -132,6 +162,20 @@ def probe(command: Probe, console: Console) -> None:
                 costs_report.plot_substrate(measured, command.out.with_suffix(".png"))
 
 
+def replay_run(command: Replay, console: Console) -> None:
+    found = replay(
+        read_columns(command.trace),
+        substrate=None if command.substrate is None else Substrate.load(command.substrate),
+        endpoint=None if command.endpoint is None else Endpoint.load(command.endpoint),
+        compute_seconds=command.compute_seconds,
+    )
+    console.print(replay_report.replay_table(str(command.trace), found))
+    console.print(report.describe(replay_report.explain(found)), highlight=False)
+    if command.out is not None:
+        replay_report.write_replay(found, command.out)
+        console.print(f"wrote {command.out}/steps.csv and summary.json", highlight=False)
+
+
 def report_run(command: Report, console: Console) -> None:
     console.print(report.run_table(command.run))
     for path in report.find_traces(command.run):
@@ -164,6 +208,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, Console], None]]] = {
     "validate": (Validate, validate),
     "probe": (Probe, probe),
     "report": (Report, report_run),
+    "replay": (Replay, replay_run),
 }
 
 if __name__ == "__main__":

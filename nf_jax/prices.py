@@ -43,8 +43,8 @@ def find_prices(
 ) -> Prices:
     """Prices of all lanes by all routes; lanes are admitted by them where there is anything to judge by.
 
-    Low-bit lanes pass the endpoint; the others do if it adds FP32, and else go by the substrate's collectives,
-    or, without a substrate, at the speed of the worker's link.
+    Low-bit lanes pass the endpoint; the others do if it adds FP32, and else go by the substrate's
+    collectives, or, without a substrate, by a ring at the speed of the worker's link.
     """
     if substrate is None and endpoint is None:
         return Prices(lanes, np.full((len(lanes.names), len(Route)), np.nan), None, None)
@@ -63,8 +63,10 @@ def find_prices(
 
 
 def _work(profile: Profile, lanes: Lanes, num_workers: int, endpoint: Endpoint, passes: np.ndarray) -> Work:
-    """A lane as packed words up, and down what its codec requantises counts to; votes that the endpoint cannot
-    count, as its counters are too narrow, never end."""
+    """A lane as packed words up, and down what its codec makes of the counts.
+
+    Votes that the endpoint cannot count, because its counters are too narrow, never end.
+    """
     rows = []
     for elements, region in zip(lanes.num_elements, lanes.regions, strict=True):
         down = profile.regions[region].codec.down

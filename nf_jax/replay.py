@@ -7,6 +7,7 @@ Routes, bytes and seconds are computed anew, by the very functions that run in t
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +41,9 @@ class Replay(NamedTuple):
       refusals: int32[n], lanes that the profile wants low-bit and that went FP32.
       trips: int32[n, R], times a region has fallen back.
       saturated: bool[n], whether the reducer counts as saturated after the step.
-      first_difference: the first step whose routes or reasons are not the recorded ones; None where all
-        agree, and where a substrate or an endpoint was given, so that they need not.
+      is_rerun: whether neither a substrate nor an endpoint was given, so that decisions have to be the
+        recorded ones.
+      first_difference: the first step of a rerun where they are not; None where there is none.
       truncated: whether the trace's last line was torn, and left out.
     """
 
@@ -59,6 +61,7 @@ class Replay(NamedTuple):
     refusals: np.ndarray
     trips: np.ndarray
     saturated: np.ndarray
+    is_rerun: bool
     first_difference: int | None
     truncated: bool
 
@@ -69,14 +72,22 @@ class Replay(NamedTuple):
 
     @property
     def speedup(self) -> float:
-        """Seconds of averaging in FP32 over those by these routes."""
-        return self.fp32_seconds * len(self.steps) / self.total_seconds
+        """Seconds of averaging in FP32 over those by these routes; NaN where neither ends."""
+        if math.isinf(self.fp32_seconds) and math.isinf(self.total_seconds):
+            return math.nan
+        return self.fp32_seconds * len(self.steps) / self.total_seconds if self.total_seconds else 1.0
 
     @property
     def wire_fraction(self) -> float:
         """Bytes sent over bytes in FP32."""
         sent_in_fp32 = self.fp32_bytes * len(self.steps)
         return float(self.wire_bytes.sum()) / sent_in_fp32 if sent_in_fp32 else 1.0
+
+    @property
+    def low_bit_share(self) -> float:
+        """Part of all elements in all steps that went low-bit."""
+        sizes = np.asarray(self.lanes.num_elements, float)
+        return float(((self.routes != Route.FP32) @ sizes).mean() / max(sizes.sum(), 1))
 
     @property
     def num_flips(self) -> int:
@@ -102,8 +113,8 @@ def replay(
         take (its counters are too narrow for the workers, a rate is 0) or that it makes slower than FP32 is
         refused with the reason SLOWER, so an endpoint too slow for a lane never gets it. Without a substrate
         packing and decoding cost nothing here, and FP32 by a ring is counted at the workers' links.
-      compute_seconds: what a step takes beside averaging; the endpoint idles then. By default the median of the
-        recorded `step_seconds`, less what the substrate predicts for the recorded routes; 0 without any.
+      compute_seconds: what a step takes beside averaging; the endpoint idles then. By default the median of
+        the recorded `step_seconds`, less what the substrate predicts for the recorded routes; 0 without any.
 
     Returns:
       The `Replay`. Without substrate and endpoint its routes and reasons are those of the run.
@@ -143,6 +154,7 @@ def replay(
         refusals=_refusals(profile, prices.lanes, columns.steps, run.routes),
         trips=run.trips,
         saturated=run.saturated,
+        is_rerun=is_rerun,
         first_difference=_first_difference(columns, run) if is_rerun else None,
         truncated=columns.truncated,
     )
@@ -163,7 +175,7 @@ def estimate_compute_seconds(profile: Profile, columns: Columns, substrate: Subs
 
 
 class _Limits(NamedTuple):
-    """The endpoint inside the scan; all traced. Attributes: as `simulate` takes them, but work `f32[L, 4]`."""
+    """The endpoint inside the scan, all traced: as `simulate` takes it, but work for every route."""
 
     rates: Rates
     work: Work
@@ -276,8 +288,8 @@ def _num_workers(columns: Columns, substrate: Substrate | None, endpoint: Endpoi
     found = found[0] if type(found) is list and found else found
     if type(found) is not int or found < 1:
         raise ValueError(
-            f"the trace: expected num_workers in its header, got {found!r}: a substrate or an endpoint depends "
-            "on it. Record it: TraceWriter(..., num_workers=W)."
+            f"the trace: expected num_workers in its header, got {found!r}: a substrate or an endpoint "
+            "depends on it. Record it: TraceWriter(..., num_workers=W)."
         )
     if substrate is not None:
         substrate.check_workers(found)

@@ -88,6 +88,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "checkpoint": (10, {"state"}),
     "report": (10, {"profile", "health", "plan", "telemetry", "trace"}),
     "calibrate": (10, {"profile", "transform", "replay", "telemetry", "trace"}),
+    "replay_report": (11, {"profile", "replay", "report", "telemetry"}),
     "costs_report": (11, {"profile", "costs", "plan", "report", "telemetry"}),
     "cli": (12, None),
     "__init__": (12, None),
