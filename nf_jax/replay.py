@@ -225,7 +225,10 @@ def _run(profile: Profile, lanes: Lanes, steps: Array, signals: Signals, limits:
         done = _Run(routes, reasons, health_state.trips, capacity_state.saturated, load)
         return (health_state, capacity_state, *chosen), done
 
-    states = health.init(profile.health, len(profile.regions), len(lanes.names)), capacity.init()
+    states = (
+        health.init(profile.health, len(profile.regions), len(lanes.names)),
+        capacity.init(profile.capacity),
+    )
     chosen = controller.choose_routes(profile, lanes, steps[0], *states)
     return jax.lax.scan(one_step, (*states, *chosen), (steps, signals))[1]
 
