@@ -18,9 +18,9 @@ from rich.console import Console
 from nf_jax import cluster, costs_report, replay_report, report, substrate
 from nf_jax.costs import Substrate
 from nf_jax.endpoint import Endpoint
-from nf_jax.plan import plan
+from nf_jax.plan import model_shapes, plan
 from nf_jax.profile import Profile
-from nf_jax.replay import replay
+from nf_jax.sweep import Case, Point, co_design, default_values, make_case, replay_case, what_if
 from nf_jax.trace import read_columns, read_trace
 
 Positional = tyro.conf.Positional
@@ -105,8 +105,12 @@ class Replay:
     """An endpoint reducer (TOML)."""
     compute_seconds: float | None = None
     """What a step takes beside averaging; by default the trace's median step, less predicted averaging."""
+    what_if: bool = False
+    """Replay also with other links, workers, endpoints and buckets; with --out, draws the frontier."""
     out: Path | None = None
-    """A folder for steps.csv (a line per step) and summary.json."""
+    """A folder for steps.csv (a line per step), summary.json and what-if.png."""
+    write_profile: Path | None = None
+    """Write the profile anew (TOML), with the smallest lane and the bucket cap that pay here."""
 
 
 def main() -> None:
@@ -163,17 +167,34 @@ def probe(command: Probe, console: Console) -> None:
 
 
 def replay_run(command: Replay, console: Console) -> None:
-    found = replay(
+    case = make_case(
         read_columns(command.trace),
-        substrate=None if command.substrate is None else Substrate.load(command.substrate),
-        endpoint=None if command.endpoint is None else Endpoint.load(command.endpoint),
-        compute_seconds=command.compute_seconds,
+        None if command.substrate is None else Substrate.load(command.substrate),
+        None if command.endpoint is None else Endpoint.load(command.endpoint),
+        command.compute_seconds,
     )
+    found = replay_case(case)
     console.print(replay_report.replay_table(str(command.trace), found))
     console.print(report.describe(replay_report.explain(found)), highlight=False)
     if command.out is not None:
         replay_report.write_replay(found, command.out)
         console.print(f"wrote {command.out}/steps.csv and summary.json", highlight=False)
+    sweeps = sweep_all(case, console) if command.what_if or command.write_profile else {}
+    if command.what_if:
+        console.print(replay_report.sweep_table(sweeps))
+    if command.what_if and command.out is not None:
+        replay_report.plot_sweeps(sweeps, case, command.out / "what-if.png")
+        console.print(f"drawn: {command.out}/what-if.png", highlight=False)
+    if command.write_profile is not None:
+        co_design(case, sweeps.get("cap", ())).save(command.write_profile)
+        console.print(f"wrote {command.write_profile}", highlight=False)
+
+
+def sweep_all(case: Case, console: Console) -> dict[str, list[Point]]:
+    columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
+    with progress.Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task("replaying", total=sum(map(len, default_values(case).values())))
+        return what_if(case, tell=lambda text: shown.update(task, advance=1, description=text))
 
 
 def report_run(command: Report, console: Console) -> None:
@@ -192,7 +213,7 @@ def _shapes_of(profile: Profile) -> Any:
             f"profile {profile.name!r} has no [model]; say which parameters to plan for: "
             "--params MODULE:FUNCTION, a function without arguments that returns them or their shapes"
         )
-    return {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in profile.model.leaves}
+    return model_shapes(profile.model)
 
 
 def _call(spec: str) -> Any:

@@ -19,7 +19,7 @@ from nf_jax import buckets, costs, regions, wire
 from nf_jax import segments as segment_rules
 from nf_jax.costs import Substrate
 from nf_jax.groups import Group
-from nf_jax.profile import Leaf, Profile, Route
+from nf_jax.profile import Leaf, Model, Profile, Route
 from nf_jax.segments import Segment
 from nf_jax.telemetry import Lanes, Reason
 
@@ -200,6 +200,11 @@ def plan(
         ),
         fp32_bytes=wire.plain_bytes(lanes, slices, shapes, dtypes, num_hosts * num_inner, num_inner),
     )
+
+
+def model_shapes(model: Model) -> Any:
+    """The leaves of a profile's model, as `plan` takes them."""
+    return {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.leaves}
 
 
 def _keep_asked(lanes: Lanes, asked: Lanes) -> tuple[tuple[int, int, int, int], ...]:

@@ -19,6 +19,7 @@ from nf_jax.costs import Substrate
 from nf_jax.endpoint import Endpoint, Load, Rates, Work, simulate
 from nf_jax.prices import Prices, find_prices
 from nf_jax.profile import Profile, Route
+from nf_jax.replan import hosts_of, profile_of
 from nf_jax.telemetry import Array, Lanes, Signals
 from nf_jax.trace import Columns, lane_bytes
 
@@ -127,7 +128,10 @@ def replay(
       found = replay(read_columns("run/trace.jsonl"), endpoint=Endpoint.load("switch.toml"))
     """
     profile = _check(columns)
-    num_workers = _num_workers(columns, substrate, endpoint)
+    if substrate is not None:
+        _check_substrate(columns, substrate)
+    is_rerun = substrate is None and endpoint is None
+    num_workers = 0 if is_rerun else hosts_of(columns)
     prices = find_prices(profile, columns.lanes, num_workers, substrate, endpoint)
     if compute_seconds is None:
         compute_seconds = estimate_compute_seconds(profile, columns, substrate)
@@ -138,7 +142,6 @@ def replay(
     run = jax.tree.map(np.asarray, run)
     all_fp32 = np.zeros((1, len(prices.lanes.names)), np.int32)
     at_endpoint = 0.0 if limits is None else float(_load(limits, jnp.asarray(all_fp32[0])).seconds)
-    is_rerun = substrate is None and endpoint is None
     return Replay(
         lanes=prices.lanes,
         steps=columns.steps,
@@ -262,7 +265,7 @@ def _first_difference(columns: Columns, run: _Run) -> int | None:
 
 def _check(columns: Columns) -> Profile:
     """The trace's profile, if the trace is whole and fits it."""
-    profile = Profile.loads(columns.header["profile"], source="the trace's profile")
+    profile = profile_of(columns)
     if not len(columns.steps):
         raise ValueError("the trace: expected at least one step to replay, got none")
     if not np.array_equal(columns.steps, np.arange(len(columns.steps))):
@@ -283,19 +286,7 @@ def _check(columns: Columns) -> Profile:
     return profile
 
 
-def _num_workers(columns: Columns, substrate: Substrate | None, endpoint: Endpoint | None) -> int:
-    """W, of hosts where there are two levels; 0 where nobody asks."""
-    if substrate is None and endpoint is None:
-        return 0
-    found = columns.header.get("num_workers")
-    found = found[0] if type(found) is list and found else found
-    if type(found) is not int or found < 1:
-        raise ValueError(
-            f"the trace: expected num_workers in its header, got {found!r}: a substrate or an endpoint "
-            "depends on it. Record it: TraceWriter(..., num_workers=W)."
-        )
-    if substrate is not None:
-        substrate.check_workers(found)
-        if "backend" in columns.header:
-            substrate.check_backend(columns.header["backend"])
-    return found
+def _check_substrate(columns: Columns, substrate: Substrate) -> None:
+    substrate.check_workers(hosts_of(columns))
+    if "backend" in columns.header:
+        substrate.check_backend(columns.header["backend"])

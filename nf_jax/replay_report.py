@@ -6,6 +6,7 @@ import collections
 import csv
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from rich.table import Table
 
 from nf_jax.profile import Route
 from nf_jax.replay import Replay
-from nf_jax.report import new_table
+from nf_jax.report import new_figure, new_table
+from nf_jax.sweep import AXES, Case, Point
 from nf_jax.telemetry import REASONS, Reason
 
 
@@ -101,6 +103,78 @@ def write_replay(found: Replay, folder: Path) -> None:
         writer = csv.writer(stream)
         writer.writerow(columns)
         writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+
+
+def sweep_table(sweeps: Mapping[str, Sequence[Point]]) -> Table:
+    """What was swept: a line per point."""
+    table = new_table("what if: seconds of averaging in a mean step, and what the reducer has to take")
+    costs, loads = ("as chosen, ms", "all FP32, ms", "speedup"), ("highest load", "flips", "trips")
+    for name in ("axis", "value", *costs, "low-bit", *loads):
+        table.add_column(name, justify="left" if name == "axis" else "right", no_wrap=True)
+    for axis, points in sweeps.items():
+        for value, found in points:
+            table.add_row(
+                AXES[axis].title,
+                f"{value:,.0f}" if AXES[axis].is_whole else f"{value:.3g}",
+                *(_milliseconds(seconds) for seconds in (_mean_seconds(found), found.fp32_seconds)),
+                f"{found.speedup:.2f}" if math.isfinite(found.speedup) else "-",
+                f"{found.low_bit_share:.1%}",
+                f"{found.load.max():.3g}",
+                f"{found.num_flips}",
+                f"{found.trips[-1].sum()}",
+            )
+        table.add_section()
+    return table
+
+
+def plot_sweeps(sweeps: Mapping[str, Sequence[Point]], case: Case, path: Path) -> None:
+    """The frontier between low-bit and FP32, a panel per axis, as a PNG.
+
+    Raises:
+      ValueError: matplotlib is not installed.
+    """
+    num_rows = math.ceil(len(sweeps) / 3)
+    figure = new_figure((13, 0.8 + 3.4 * num_rows))
+    panels = np.atleast_1d(figure.subplots(num_rows, min(3, len(sweeps)))).reshape(-1)
+    for panel, (axis, points) in zip(panels, sweeps.items(), strict=False):
+        _plot_axis(panel, AXES[axis].title, points, AXES[axis].now(case))
+    for panel in panels[len(sweeps) :]:
+        panel.set_axis_off()
+    handles: dict[str, Any] = {}
+    for panel in panels:
+        lines, labels = panel.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle("averaging in a mean step, milliseconds: as the controller chooses, and all in FP32")
+    figure.savefig(path, dpi=120)
+
+
+def _plot_axis(panel: Any, title: str, points: Sequence[Point], now: float | None) -> None:
+    values = np.asarray([point.value for point in points])
+    chosen, exact = (
+        1e3 * np.asarray([measure(point.found) for point in points])
+        for measure in (_mean_seconds, lambda found: found.fp32_seconds)
+    )
+    refused = np.asarray([not point.found.routes.any() for point in points])
+    chosen, exact = (np.where(np.isfinite(line), line, np.nan) for line in (chosen, exact))
+    panel.plot(values, exact, "--", color="#000000", lw=1.4, label="all FP32")
+    panel.plot(values, chosen, "-", color="#0072B2", lw=1.8, label="as chosen")
+    panel.plot(values[~refused], chosen[~refused], "o", color="#0072B2", ms=5, label="with low-bit lanes")
+    hollow = dict(marker="o", ls="", mfc="white", mec="#D55E00", ms=6)
+    panel.plot(values[refused], chosen[refused], label="every lane refused", **hollow)
+    if now is not None and values[0] <= now <= values[-1]:
+        panel.axvline(now, color="#999999", lw=1, ls=":", label="as given")
+    panel.set(xscale="log", yscale="log", xlabel=title)
+    panel.grid(alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _mean_seconds(found: Replay) -> float:
+    return found.total_seconds / len(found.steps)
+
+
+def _milliseconds(seconds: float) -> str:
+    return "never" if math.isinf(seconds) else f"{1e3 * seconds:,.4g}"
 
 
 def _bytes(found: Replay) -> tuple[int, int]:

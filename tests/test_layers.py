@@ -56,10 +56,12 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
         },
     ),
     "prices": (4, {"profile", "codecs", "costs", "endpoint", "telemetry"}),
+    "replan": (5, {"profile", "plan", "trace"}),
     "replay": (
         9,
         {
             "profile",
+            "replan",
             "health",
             "capacity",
             "controller",
@@ -88,7 +90,8 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "checkpoint": (10, {"state"}),
     "report": (10, {"profile", "health", "plan", "telemetry", "trace"}),
     "calibrate": (10, {"profile", "transform", "replay", "telemetry", "trace"}),
-    "replay_report": (11, {"profile", "replay", "report", "telemetry"}),
+    "sweep": (10, {"profile", "costs", "endpoint", "plan", "prices", "replan", "replay", "trace"}),
+    "replay_report": (11, {"profile", "replay", "report", "sweep", "telemetry"}),
     "costs_report": (11, {"profile", "costs", "plan", "report", "telemetry"}),
     "cli": (12, None),
     "__init__": (12, None),
