@@ -16,7 +16,7 @@ from rich.table import Table
 from nf_jax.profile import Route
 from nf_jax.replay import Replay
 from nf_jax.report import new_figure, new_table
-from nf_jax.sweep import AXES, Case, Point
+from nf_jax.sweep import AXES, Axis, Case, Point
 from nf_jax.telemetry import REASONS, Reason
 
 
@@ -115,7 +115,7 @@ def sweep_table(sweeps: Mapping[str, Sequence[Point]]) -> Table:
         for value, found in points:
             table.add_row(
                 AXES[axis].title,
-                f"{value:,.0f}" if AXES[axis].is_whole else f"{value:.3g}",
+                f"{value:,.0f}" if AXES[axis].is_whole else _decimal(value),
                 *(_milliseconds(seconds) for seconds in (_mean_seconds(found), found.fp32_seconds)),
                 f"{found.speedup:.2f}" if math.isfinite(found.speedup) else "-",
                 f"{found.low_bit_share:.1%}",
@@ -135,9 +135,12 @@ def plot_sweeps(sweeps: Mapping[str, Sequence[Point]], case: Case, path: Path) -
     """
     num_rows = math.ceil(len(sweeps) / 3)
     figure = new_figure((13, 0.8 + 3.4 * num_rows))
-    panels = np.atleast_1d(figure.subplots(num_rows, min(3, len(sweeps)))).reshape(-1)
+    grid = figure.subplots(num_rows, min(3, len(sweeps)), sharey=True, squeeze=False)
+    panels = grid.reshape(-1)
     for panel, (axis, points) in zip(panels, sweeps.items(), strict=False):
-        _plot_axis(panel, AXES[axis].title, points, AXES[axis].now(case))
+        _plot_axis(panel, AXES[axis], points, AXES[axis].now(case))
+    for panel in grid[:, 0]:
+        panel.set_ylabel("milliseconds")
     for panel in panels[len(sweeps) :]:
         panel.set_axis_off()
     handles: dict[str, Any] = {}
@@ -145,28 +148,51 @@ def plot_sweeps(sweeps: Mapping[str, Sequence[Point]], case: Case, path: Path) -
         lines, labels = panel.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
-    figure.suptitle("averaging in a mean step, milliseconds: as the controller chooses, and all in FP32")
+    figure.suptitle("averaging in a mean step: as the controller chooses, and all in FP32")
     figure.savefig(path, dpi=120)
 
 
-def _plot_axis(panel: Any, title: str, points: Sequence[Point], now: float | None) -> None:
+def _plot_axis(panel: Any, axis: Axis, points: Sequence[Point], now: float | None) -> None:
     values = np.asarray([point.value for point in points])
     chosen, exact = (
         1e3 * np.asarray([measure(point.found) for point in points])
         for measure in (_mean_seconds, lambda found: found.fp32_seconds)
     )
+    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator  # slow, and maybe not there
+
     refused = np.asarray([not point.found.routes.any() for point in points])
     chosen, exact = (np.where(np.isfinite(line), line, np.nan) for line in (chosen, exact))
     panel.plot(values, exact, "--", color="#000000", lw=1.4, label="all FP32")
     panel.plot(values, chosen, "-", color="#0072B2", lw=1.8, label="as chosen")
     panel.plot(values[~refused], chosen[~refused], "o", color="#0072B2", ms=5, label="with low-bit lanes")
-    hollow = dict(marker="o", ls="", mfc="white", mec="#D55E00", ms=6)
+    hollow: dict[str, Any] = dict(marker="o", ls="", mfc="white", mec="#D55E00", ms=6)
     panel.plot(values[refused], chosen[refused], label="every lane refused", **hollow)
     if now is not None and values[0] <= now <= values[-1]:
         panel.axvline(now, color="#999999", lw=1, ls=":", label="as given")
-    panel.set(xscale="log", yscale="log", xlabel=title)
+    panel.set_yscale("log")
+    panel.set_xscale("log", base=2 if axis.is_whole else 10)
+    panel.set_xlabel(axis.title)
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_major_formatter(FuncFormatter(_binary if axis.is_whole else _decimal))
+    panel.yaxis.set_major_formatter(FuncFormatter(_plain))
+    panel.yaxis.set_minor_formatter(NullFormatter())
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _plain(value: float, _: object = None) -> str:
+    return f"{value:,g}"
+
+
+def _decimal(value: float, _: object = None) -> str:
+    power = min(max(int(math.log10(max(value, 1)) // 3), 0), 4)
+    return f"{value / 1000**power:.3g}{('', ' k', ' M', ' G', ' T')[power]}"
+
+
+def _binary(value: float, _: object = None) -> str:
+    if value < 2**16:
+        return _plain(value)
+    return f"{value / 2**10:,g} Ki" if value < 2**20 else f"{value / 2**20:,g} Mi"
 
 
 def _mean_seconds(found: Replay) -> float:

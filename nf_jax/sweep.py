@@ -132,8 +132,9 @@ def what_if(case: Case, tell: Callable[[str], None] = lambda text: None) -> dict
 def default_values(case: Case) -> dict[str, list[float]]:
     """Values for every axis that applies: powers around what the case has, workers up to 4,096."""
     profile = profile_of(case.columns)
-    workers = [2.0**power for power in range(1, 13)]
-    values = {"link": [1.25e7 * 10 ** (power / 2) for power in range(7)], "workers": workers}
+    values = {"link": [1.25e7 * 10 ** (power / 2) for power in range(7)]}
+    if profile.model is not None:
+        values["workers"] = [2.0**power for power in range(1, 13)]
     if case.endpoint is not None:
         rate, slots = case.endpoint.vote_elements_per_second or 1e9, case.endpoint.slots
         values["service"] = [rate * 10 ** (power / 2) for power in range(-6, 3)]

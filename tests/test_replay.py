@@ -6,79 +6,17 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from traces import FAST, NUM_STEPS, PROFILE, make_substrate, write_run
 
-import nf_jax
 from nf_jax import costs, trace
-from nf_jax.costs import Substrate
-from nf_jax.endpoint import Endpoint
-from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Model, Phase, Profile, Region, Route
+from nf_jax.profile import Profile, Route
 from nf_jax.replay import replay
 from nf_jax.telemetry import Reason
 from nf_jax.trace import Columns, read_columns
 
-W, NUM_STEPS = 2, 60
-FP32, _, SIGN, TERNARY = Route
-SHAPES = {
-    "head/kernel": (128, 10),
-    "body_0/kernel": (128, 128),
-    "body_1/kernel": (128, 128),
-    "wide/kernel": (64, 128),
-}
-PROFILE = Profile(
-    name="replayed",
-    model=Model.model_validate(
-        {
-            "name": "three layers",
-            "leaves": [{"path": path, "shape": shape, "dtype": "float32"} for path, shape in SHAPES.items()],
-        }
-    ),
-    regions=(
-        Region(name="head", pattern="head/.*"),
-        Region(name="wide", pattern="wide/.*", codec=Codec(scale="leaf", down="count")),
-        Region(name="body", pattern=".*", codec=Codec(scale="leaf")),
-    ),
-    phases=(
-        Phase(start_step=0, routes={"head": FP32, "body": FP32, "wide": TERNARY}),
-        Phase(start_step=3, routes={"body": SIGN}),
-    ),
-    buckets={"first_bytes": 2**16, "cap_bytes": 2**16},  # type: ignore[arg-type] (pydantic takes a dict)
-    health=HealthLimits(
-        warmup_steps=4, cooldown_steps=3, probation_steps=3, max_residual_ratio=6.0, lane_hold_steps=4
-    ),
-    capacity=CapacityLimits(min_lane_bytes=2**12, hold_steps=3),
-)
-
-
-def write_run(path: Path, profile: Profile = PROFILE, **header: Any) -> Path:
-    """A live run with a NaN, a loss spike, residuals that grow, and a reducer that fills up for a while."""
-    tx = nf_jax.aggregate_gradients(profile, axis="batch", num_workers=W)
-    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-
-    def update(grads: Any, state: Any, loss: Any, load: Any) -> Any:
-        return tx.update(grads, state, value=loss, reducer_load=load)[1]
-
-    step = jax.pmap(update, "batch", devices=jax.devices()[:W])
-    state = jax.tree.map(lambda x: jnp.stack([x] * W), tx.init(params))
-    rng = np.random.default_rng(0)
-    drift = {name: rng.standard_normal((1, *shape)) for name, shape in SHAPES.items()}
-    lanes = nf_jax.plan(profile, params, W).lanes
-    with trace.TraceWriter(path, profile.dumps(), lanes, **{"num_workers": W} | header) as writer:
-        for number in range(NUM_STEPS):
-            grads = {name: rng.standard_normal((W, *s)) + drift[name] for name, s in SHAPES.items()}
-            if number >= 50:  # a gradient that shrinks leaves a residual that is large beside it
-                grads["body_0/kernel"] *= 0.02
-            if number == 15:
-                grads["body_1/kernel"][1, 0, 0] = np.nan
-            loss = np.full(W, 100.0 if 30 <= number < 34 else 1.0)
-            load = np.asarray([0.1, 0.95 if 22 <= number < 25 else 0.2])
-            inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (grads, loss, load))
-            state = step(inputs[0], state, *inputs[1:])
-            writer.write(nf_jax.step_info(state), step_seconds=0.01)
-    return path
+FP32 = Route.FP32
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +27,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def columns(path: Path) -> Columns:
     return read_columns(path)
-
-
-def make_substrate(num_workers: int = W, rate: float = 1e8, latency: float = 1e-5) -> Substrate:
-    """One where packing is free and collectives have a rate, bytes/s, and a latency, seconds."""
-    free, wire = costs.fit([1, 2**20], [0.0, 0.0]), costs.fit([0, 2**20], [latency, latency + 2**20 / rate])
-    return Substrate(
-        num_workers=num_workers,
-        num_processes=1,
-        backend="cpu",
-        device_kind="imagined",
-        stages={name: wire if name in costs.COLLECTIVES else free for name in costs.STAGES},
-    )
 
 
 # ----------------------------------------------------------------------------------------- the run again
@@ -150,8 +76,6 @@ def test_refusals_are_lanes_that_the_profile_wants_low_bit(columns: Columns):
 
 
 # --------------------------------------------------------------------------------- substrate and endpoint
-
-FAST = Endpoint(fp32_elements_per_second=None, vote_elements_per_second=1e12)
 
 
 def test_seconds_on_a_substrate_are_those_of_its_lanes(columns: Columns):
@@ -287,5 +211,5 @@ def test_a_header_without_workers_is_an_error_only_where_it_matters(columns: Col
 
 
 def test_of_two_levels_the_hosts_count(columns: Columns):
-    header = columns.header | {"num_workers": [W, 4]}
+    header = columns.header | {"num_workers": [2, 4]}
     assert replay(columns._replace(header=header), substrate=make_substrate()).speedup > 1
