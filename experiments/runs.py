@@ -278,7 +278,8 @@ def open_trace(
         return contextlib.nullcontext()
     folder = config.out / f"{header['policy']}-{header['seed']}"
     folder.mkdir(parents=True, exist_ok=True)
-    return trace.TraceWriter(folder / "trace.jsonl", profile.dumps(), plan.lanes, **header)
+    backend = jax.default_backend()
+    return trace.TraceWriter(folder / "trace.jsonl", profile.dumps(), plan.lanes, backend=backend, **header)
 
 
 def train_steps(

@@ -44,7 +44,7 @@ def find_prices(
     """Prices of all lanes by all routes; lanes are admitted by them where there is anything to judge by.
 
     Low-bit lanes pass the endpoint; the others do if it adds FP32, and else go by the substrate's
-    collectives, or, without a substrate, by a ring at the speed of the worker's link.
+    collectives at no more than the speed of the worker's link, or, without one, by a ring at that speed.
     """
     if substrate is None and endpoint is None:
         return Prices(lanes, np.full((len(lanes.names), len(Route)), np.nan), None, None)
@@ -83,13 +83,15 @@ def _outside(
     profile: Profile, lanes: Lanes, num_workers: int, substrate: Substrate | None, endpoint: Endpoint
 ) -> tuple[np.ndarray, np.ndarray]:
     """f64[L, 4] each: seconds of a lane that workers reduce among themselves, and of a worker's own part."""
-    if substrate is not None:
-        return costs.lane_seconds(profile, lanes, substrate), costs.local_seconds(profile, lanes, substrate)
-    sent = np.asarray(lanes.wire_bytes, float).reshape(-1, len(Route))
-    link = endpoint.link_bytes_per_second
-    ring = sent / link if link > 0 else np.where(sent > 0, np.inf, 0)
-    latency = (num_workers - 1) * endpoint.round_trip_seconds * _shares(lanes)
-    return ring + latency, np.zeros_like(sent)
+    link, sent = endpoint.link_bytes_per_second, np.asarray(lanes.wire_bytes, float).reshape(-1, len(Route))
+    local = np.zeros_like(sent) if substrate is None else costs.local_seconds(profile, lanes, substrate)
+    if link == 0:
+        return np.where(sent > 0, np.inf, local), local
+    if substrate is None:
+        return sent / link + (num_workers - 1) * endpoint.round_trip_seconds * _shares(lanes), local
+    # Workers reach each other over the links by which they reach the endpoint.
+    limited = substrate.rescaled(link_bytes_per_second=link)
+    return costs.lane_seconds(profile, lanes, limited), local
 
 
 def _shares(lanes: Lanes) -> np.ndarray:

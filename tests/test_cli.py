@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import substrates
 
 import nf_jax
 from nf_jax import cli, costs
-from nf_jax.profile import Codec, Phase, Profile, Region, Target
+from nf_jax.endpoint import Endpoint
+from nf_jax.profile import Codec, Leaf, Model, Phase, Profile, Region, Target
 from nf_jax.trace import TraceWriter
 
 PROFILE = Profile(
@@ -95,13 +97,13 @@ def test_inspect_with_a_substrate_shows_seconds_and_why_not(profile, tmp_path, m
     assert f"{1e3 * seconds[0][nf_jax.Route.SIGN]:.3f}" in shown
 
 
-def write_run(folder: Path, num_steps: int) -> None:
-    tx = nf_jax.aggregate_gradients(PROFILE, axis="batch", num_workers=2)
+def write_run(folder: Path, num_steps: int, profile: Profile = PROFILE) -> None:
+    tx = nf_jax.aggregate_gradients(profile, axis="batch", num_workers=2)
     step = jax.pmap(lambda g, s: tx.update(g, s, value=jnp.float32(1)), "batch", devices=jax.devices()[:2])
     grads, state = jax.tree.map(lambda x: jnp.stack([x, x]), (params(), tx.init(params())))
     folder.mkdir()
-    lanes = nf_jax.plan(PROFILE, params(), 2).lanes
-    with TraceWriter(folder / "trace.jsonl", PROFILE.dumps(), lanes) as trace:
+    lanes = nf_jax.plan(profile, params(), 2).lanes
+    with TraceWriter(folder / "trace.jsonl", profile.dumps(), lanes, num_workers=2) as trace:
         for _ in range(num_steps):
             _, state = step(grads, state)
             trace.write(nf_jax.step_info(state))
@@ -125,3 +127,56 @@ def test_report_reads_a_torn_trace_and_says_so(tmp_path, monkeypatch, capsys):
     trace.write_bytes(trace.read_bytes()[:-20])
     run(monkeypatch, "report", "--no-plots", tmp_path)
     assert "cut off" in capsys.readouterr().out
+
+
+MODEL = Model(
+    name="small", leaves=tuple(Leaf(path=k, shape=v.shape, dtype="float32") for k, v in params().items())
+)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay") / "run"
+    write_run(folder, 6, PROFILE.model_copy(update={"model": MODEL}))
+    return folder / "trace.jsonl"
+
+
+def test_replay_says_whether_the_run_decides_again_as_it_did(trace, tmp_path, monkeypatch, capsys):
+    run(monkeypatch, "replay", trace)
+    assert "every decision is the recorded one" in capsys.readouterr().out
+    torn = tmp_path / "torn.jsonl"
+    torn.write_bytes(trace.read_bytes()[:-20])
+    run(monkeypatch, "replay", torn)
+    assert "replayed up to its last whole step" in capsys.readouterr().out
+
+
+def test_replay_sweeps_draws_and_writes_a_profile(trace, tmp_path, monkeypatch, capsys):
+    Endpoint(name="switch").save(tmp_path / "e.toml")
+    few = {"link": [1e7, 1e9], "workers": [2, 4], "cap": [2**20, 2**22]}
+    monkeypatch.setattr("nf_jax.sweep.default_values", lambda case: few)
+    monkeypatch.setattr(cli, "default_values", lambda case: few)
+    options = ("--endpoint", tmp_path / "e.toml", "--out", tmp_path / "out", "--what-if")
+    run(monkeypatch, "replay", trace, *options, "--write-profile", tmp_path / "p.toml")
+    shown = capsys.readouterr().out
+    assert "times as fast as all in FP32" in shown and "bucket cap" in shown
+    assert (tmp_path / "out" / "what-if.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "out" / "steps.csv").read_text().splitlines()) == 7
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["steps"] == 6 and 0 < summary["wire_fraction"] < 1 < summary["speedup"]
+    assert Profile.load(tmp_path / "p.toml").model == MODEL
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("nothing.jsonl",), "cannot open it"),
+        (("{trace}", "--endpoint", "{trace}"), "expected valid TOML"),
+        (("{trace}", "--what-if"), "a substrate or an endpoint"),
+        (("{trace}", "--write-profile", "p.toml"), "a substrate or an endpoint"),
+    ],
+)
+def test_a_replay_that_cannot_be_is_one_line(args, said, trace, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, "replay", *(arg.format(trace=trace) for arg in args))
+    assert stopped.value.code == 1
+    assert said in capsys.readouterr().err
