@@ -21,7 +21,7 @@ import nf_jax
 from experiments import links_worker
 from nf_jax import Profile, Route, Substrate, cluster
 from nf_jax.profile import Codec, HealthLimits, Phase, Region
-from nf_jax.substrate import probe
+from nf_jax.substrate import Bench, probe
 
 AXES = ("hosts", "devices")
 
@@ -90,6 +90,7 @@ class JaxBackend:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self._bench: Bench | None = None
 
     def place(self, array: np.ndarray) -> jax.Array:
         """This host's part of an array `[workers, ...]`; its devices hold the same."""
@@ -101,7 +102,10 @@ class JaxBackend:
         return Values(next(iter(values)), tree, self.place(np.ones((), np.float32)))
 
     def probe(self, link: str, sizes_bytes: Sequence[int]) -> str:
-        return probe(link=link, measured_by="experiments.links", sizes_bytes=sizes_bytes).dumps()
+        self._bench = self._bench or Bench()
+        measured_by = "experiments.links"
+        found = probe(link=link, measured_by=measured_by, sizes_bytes=sizes_bytes, bench=self._bench)
+        return found.dumps()
 
     def make_arm(self, name: str, values: Values, substrate: str | None = None) -> JaxArm:
         """`-pinned`: with the routes compiled in that the controller starts with, no switch."""

@@ -33,13 +33,14 @@ from rich.table import Table
 
 from experiments import jobs, vision
 from nf_jax import replay_report, substrate
-from nf_jax import trace as traces
-from nf_jax.costs import Substrate
+from nf_jax.columns import read_columns
 from nf_jax.endpoint import Endpoint
 from nf_jax.profile import Phase, Profile, Region, Route
 from nf_jax.replay import replay
+from nf_jax.stages import Substrate
 from nf_jax.sweep import Case, Point, co_design, default_values, make_case, replay_case, what_if
 from nf_jax.telemetry import Lanes, Reason, Signals, StepInfo
+from nf_jax.trace import TraceWriter
 
 # ================================================================================================ config
 
@@ -139,7 +140,7 @@ def write_long_trace(path: Path) -> None:
     warm = np.asarray([Reason.PROTECTED if head else Reason.WARMUP for head in is_head], np.int32)
     regions = np.zeros(2, np.int32)
     plain: Any = {name: regions for name in StepInfo._fields} | {"saturated": np.asarray(False)}
-    with traces.TraceWriter(path, profile.dumps(), lanes, num_workers=8) as writer:
+    with TraceWriter(path, profile.dumps(), lanes, num_workers=8) as writer:
         for step in range(NUM_STEPS):
             is_warm = step < WARMUP_STEPS
             signals = Signals(
@@ -165,7 +166,7 @@ def benchmark() -> dict[str, float]:
         write_long_trace(path)
         found["megabytes"] = path.stat().st_size / 1e6
         start = time.process_time()
-        columns = traces.read_columns(path)
+        columns = read_columns(path)
         found["read_seconds"] = time.process_time() - start
     for name, endpoint in (("replay_seconds", None), ("endpoint_replay_seconds", ENDPOINT)):
         start = time.process_time()
@@ -214,7 +215,7 @@ def describe_design(before: Profile, after: Profile) -> str:
 def main(args: list[str] | None = None) -> None:
     config = tyro.cli(Config, description=__doc__, args=args)
     config.out.mkdir(parents=True, exist_ok=True)
-    columns = traces.read_columns(record(config))
+    columns = read_columns(record(config))
     measured = measure(config)
     endpoint = ENDPOINT if config.endpoint is None else Endpoint.load(config.endpoint)
     endpoint.save(config.out / "endpoint.toml")

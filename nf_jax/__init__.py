@@ -1,10 +1,10 @@
 """Profile-guided low-bit gradient aggregation for data-parallel training in JAX (arXiv 2606.25759)."""
 
-from nf_jax.costs import Substrate
 from nf_jax.load import LoadMeter
 from nf_jax.plan import Plan, plan
 from nf_jax.pmean import pmean
 from nf_jax.profile import Profile, Route
+from nf_jax.stages import Substrate
 from nf_jax.state import AggregateState, shard_state, state_spec, step_info
 from nf_jax.telemetry import StepInfo
 from nf_jax.transform import aggregate_gradients

@@ -16,12 +16,13 @@ from rich import progress
 from rich.console import Console
 
 from nf_jax import cluster, costs_report, replay_report, report, substrate
-from nf_jax.costs import Substrate
+from nf_jax.columns import read_columns
 from nf_jax.endpoint import Endpoint
 from nf_jax.plan import model_shapes, plan
 from nf_jax.profile import Profile
+from nf_jax.stages import Substrate
 from nf_jax.sweep import Case, Point, co_design, default_values, make_case, replay_case, what_if
-from nf_jax.trace import read_columns, read_trace
+from nf_jax.trace import read_trace
 
 Positional = tyro.conf.Positional
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from nf_jax import capacity, health
 from nf_jax.capacity import CapacityState
 from nf_jax.health import Health, HealthState
 from nf_jax.profile import Profile, Route
-from nf_jax.telemetry import Array, Lanes, Reason
+from nf_jax.telemetry import Array, Lanes, Reason, Signals
 
 _ADMIT = -1
 _REASON_OF_HEALTH = np.asarray(
@@ -59,6 +60,33 @@ def choose_routes(
     admit = refusal == np.int32(_ADMIT)
     routes = jnp.where(admit, planned, fp32)
     return routes, jnp.where(admit, np.int32(Reason.PROFILE), refusal)
+
+
+def advance(
+    profile: Profile,
+    lanes: Lanes,
+    next_step: Array,
+    health_state: HealthState,
+    capacity_state: CapacityState,
+    signals: Signals,
+) -> tuple[HealthState, CapacityState, Array, Array]:
+    """The control plane's part of a step, in training and in replay alike.
+
+    Args:
+      profile: the operating profile (static).
+      lanes: the plan's lanes (static).
+      next_step: int32[], the step after this one.
+      health_state: the health state before this step.
+      capacity_state: the capacity state before it.
+      signals: what it measured.
+
+    Returns:
+      `(health_state, capacity_state, routes, reasons)`: the states after it, and `choose_routes` of the next.
+    """
+    health_state = health.step(profile.health, lanes.regions, health_state, signals)
+    capacity_state = capacity.step(profile.capacity, capacity_state, signals.reducer_load)
+    chosen = choose_routes(profile, lanes, next_step, health_state, capacity_state)
+    return health_state, capacity_state, *chosen
 
 
 def _first(reasons: Array, others: Array) -> Array:

@@ -9,10 +9,10 @@ import numpy as np
 from rich.table import Table
 
 from nf_jax import costs
-from nf_jax.costs import Substrate
 from nf_jax.plan import Plan
 from nf_jax.profile import Profile, Route
 from nf_jax.report import new_figure, new_table
+from nf_jax.stages import Substrate
 from nf_jax.telemetry import Reason
 
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from nf_jax import buckets, costs, regions, wire
 from nf_jax import segments as segment_rules
-from nf_jax.costs import Substrate
 from nf_jax.groups import Group
 from nf_jax.profile import Leaf, Model, Profile, Route
 from nf_jax.segments import Segment
+from nf_jax.stages import Substrate
 from nf_jax.telemetry import Lanes, Reason
 
 MAX_GROUPS = 16

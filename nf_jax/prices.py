@@ -9,9 +9,9 @@ import numpy as np
 
 from nf_jax import codecs, costs
 from nf_jax import endpoint as endpoints
-from nf_jax.costs import Substrate
 from nf_jax.endpoint import Endpoint, Rates, Work
 from nf_jax.profile import Profile, Route
+from nf_jax.stages import Substrate
 from nf_jax.telemetry import Lanes
 
 _stage_seconds = jax.jit(endpoints.stage_seconds)

@@ -20,9 +20,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from nf_jax import checks
-from nf_jax.costs import Substrate
 from nf_jax.plan import Plan
 from nf_jax.profile import Profile
+from nf_jax.stages import Substrate
 
 _MISSING = "<nothing>"
 

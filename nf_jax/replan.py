@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from nf_jax.columns import Columns
 from nf_jax.plan import Plan, model_shapes, plan
 from nf_jax.profile import Profile
-from nf_jax.trace import Columns
 
 
 def profile_of(columns: Columns) -> Profile:

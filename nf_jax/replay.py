@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from nf_jax import capacity, controller, costs, health
-from nf_jax.costs import Substrate
+from nf_jax.columns import Columns, wire_bytes_of
 from nf_jax.endpoint import Endpoint, Load, Rates, Work, simulate
 from nf_jax.prices import Prices, find_prices
 from nf_jax.profile import Profile, Route
 from nf_jax.replan import hosts_of, profile_of
+from nf_jax.stages import Substrate
 from nf_jax.telemetry import Array, Lanes, Signals
-from nf_jax.trace import Columns, lane_bytes
 
 
 class Replay(NamedTuple):
@@ -106,7 +106,7 @@ def replay(
     """Runs the controller over a trace again.
 
     Args:
-      columns: a trace, from its first step on (`nf_jax.trace.read_columns`).
+      columns: a trace, from its first step on (`nf_jax.columns.read_columns`).
       substrate: what was measured between as many workers: says what a lane costs by each route, and lanes
         are admitted anew by that. None: as they were admitted in the run.
       endpoint: reduces what goes low-bit, and FP32 too if it adds that. Its simulated load takes the place of
@@ -150,7 +150,7 @@ def replay(
         seconds=_sum_lanes(prices.seconds, run.routes) + run.load.seconds,
         fp32_seconds=_sum_lanes(prices.seconds, all_fp32).item() + at_endpoint,
         compute_seconds=compute_seconds,
-        wire_bytes=lane_bytes(prices.lanes, run.routes) + columns.overhead_bytes,
+        wire_bytes=wire_bytes_of(prices.lanes, run.routes) + columns.overhead_bytes,
         fp32_bytes=columns.fp32_bytes,
         queue_bytes=run.load.queue_bytes,
         load=run.load.load,
@@ -222,11 +222,8 @@ def _run(profile: Profile, lanes: Lanes, steps: Array, signals: Signals, limits:
         if limits is not None:
             load = _load(limits, routes)
         signals = signals._replace(reducer_load=load.load)
-        health_state = health.step(profile.health, lanes.regions, health_state, signals)
-        capacity_state = capacity.step(profile.capacity, capacity_state, signals.reducer_load)
-        chosen = controller.choose_routes(profile, lanes, step + 1, health_state, capacity_state)
-        done = _Run(routes, reasons, health_state.trips, capacity_state.saturated, load)
-        return (health_state, capacity_state, *chosen), done
+        carry = controller.advance(profile, lanes, step + 1, health_state, capacity_state, signals)
+        return carry, _Run(routes, reasons, carry[0].trips, carry[1].saturated, load)
 
     states = (
         health.init(profile.health, len(profile.regions), len(lanes.names)),

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nf_jax import capacity, codecs, collectives, costs
-from nf_jax.costs import OWN_STAGE, Stage, StageName, Substrate
 from nf_jax.plan import plan
 from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Phase, Profile, Region, Route
+from nf_jax.stages import OWN_STAGE, Stage, StageName, Substrate, fit
 from nf_jax.state import shard_state, state_spec
 from nf_jax.telemetry import Lanes, Reason
 from nf_jax.transform import aggregate_gradients
@@ -52,15 +52,18 @@ def probe(
     measured_by: str | None = None,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     tell: Callable[[str], None] = lambda text: None,
+    bench: Bench | None = None,
 ) -> Substrate:
     """Measures all stages between all devices of all processes; call it on every process.
 
     Args:
       link: what links the workers, in words, kept with the result.
       measured_by: command or person, kept with the result.
-      sizes_bytes: the ladder; whole steps take every other size, for they take longer to compile. Where a
-        step takes more than half a second, larger ones are left out.
+      sizes_bytes: the ladder; whole steps take some of it (`step_sizes`), for they take longer to compile.
+        Where a step takes more than half a second, larger ones are left out.
       tell: called with what has been measured, at most `num_points(sizes_bytes)` times.
+      bench: one that an earlier probe of this process has used, if links alone have changed: its programs
+        are compiled.
 
     Returns:
       The substrate, the same on all processes.
@@ -75,13 +78,13 @@ def probe(
         )
     if len(sizes_bytes) < 4 or list(sizes_bytes) != sorted(set(sizes_bytes)) or sizes_bytes[0] < 4096:
         raise ValueError(f"sizes_bytes: expected at least 4, ascending, from 4096 on, got {sizes_bytes}")
-    bench = _Bench(jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,)))
+    bench = bench or Bench()
     stages: dict[StageName, Stage] = {}
     for name, make in SHARED_STAGES.items():
-        stages[name] = costs.fit(*_climb(bench, name, make, sizes_bytes, tell))
+        stages[name] = fit(*_climb(bench, name, make, sizes_bytes, tell))
     for route in Route:
         profile = one_route(route)
-        sizes = [size for size in sizes_bytes[1::2] if _goes_by(profile, size, bench.num_workers)]
+        sizes = [size for size in step_sizes(sizes_bytes) if _goes_by(profile, size, bench.num_workers)]
         steps = _climb(bench, f"{route.name} step", _step_of(profile), sizes, tell)
         stages[OWN_STAGE[route]] = _fit_rest(profile, steps, stages, bench.num_workers)
     return Substrate(
@@ -99,7 +102,12 @@ def probe(
 
 def num_points(sizes_bytes: Sequence[int] = SIZES_BYTES) -> int:
     """How many points `probe` measures, at most."""
-    return len(SHARED_STAGES) * len(sizes_bytes) + len(Route) * len(sizes_bytes[1::2])
+    return len(SHARED_STAGES) * len(sizes_bytes) + len(Route) * len(step_sizes(sizes_bytes))
+
+
+def step_sizes(sizes_bytes: Sequence[int]) -> list[int]:
+    """Sizes at which whole steps are measured: every other one, and all of the largest three."""
+    return sorted({*sizes_bytes[1::2], *sizes_bytes[-3:]})
 
 
 def one_route(route: Route) -> Profile:
@@ -117,12 +125,13 @@ def one_route(route: Route) -> Profile:
 # ---------------------------------------------------------------------------------------------- the steps
 
 
-class _Bench:
-    """Programs over a mesh of one axis, and the values they work on."""
+class Bench:
+    """Programs over all devices of all processes, and the values they work on; kept for the next probe."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.num_workers = mesh, mesh.size
-        self.split = NamedSharding(mesh, PartitionSpec(AXIS))
+    def __init__(self) -> None:
+        self.mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+        self.num_workers, self.split = self.mesh.size, NamedSharding(self.mesh, PartitionSpec(AXIS))
+        self._made: dict[tuple[str, int], tuple[Step, int]] = {}
         token = self.place(np.zeros((), np.int32))
         self._count = self.compile(lambda value: collectives.mean_exact([value], AXIS)[0], token)
 
@@ -138,46 +147,52 @@ class _Bench:
         mapped = jax.jit(jax.shard_map(outer, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False))
         return lambda: mapped(value)
 
+    def find(self, name: str, make: Make, size: int) -> tuple[Step, int]:
+        """What `make` makes; once."""
+        if (name, size) not in self._made:
+            self._made[name, size] = make(self, size)
+        return self._made[name, size]
+
     def wait_for_all(self) -> None:
         """Returns when every process has come here."""
         jax.block_until_ready(self._count())
 
 
-Make = Callable[[_Bench, int], tuple[Step, int]]
+Make = Callable[[Bench, int], tuple[Step, int]]
 """(bench, size) -> a step to time, and the bytes that its stage works on."""
 
 
-def _pack(bench: _Bench, size: int) -> tuple[Step, int]:
+def _pack(bench: Bench, size: int) -> tuple[Step, int]:
     body = lambda values: codecs.pack_bits(codecs.is_positive(values, jnp.asarray(False)))  # noqa: E731
     return bench.compile(body, bench.place(_values(size))), size
 
 
-def _count(bench: _Bench, size: int) -> tuple[Step, int]:
+def _count(bench: Bench, size: int) -> tuple[Step, int]:
     votes = bench.num_workers
     words = np.zeros((votes, max(size // (4 * votes) // codecs.LANE_WORDS, 1) * codecs.LANE_WORDS), np.uint32)
     body = lambda given: codecs.majority_words(codecs.count_votes(given), votes, given[0])  # noqa: E731
     return bench.compile(body, bench.place(words)), words.nbytes
 
 
-def _decode(bench: _Bench, size: int) -> tuple[Step, int]:
+def _decode(bench: Bench, size: int) -> tuple[Step, int]:
     words = np.zeros((1, size // (4 * codecs.WORD_BITS)), np.uint32)
     words = np.zeros((1, max(words.size // codecs.LANE_WORDS, 1) * codecs.LANE_WORDS), np.uint32)
     body = lambda given: codecs.decode_levels(given, codecs.LEVELS["majority"])  # noqa: E731
     return bench.compile(body, bench.place(words)), words.nbytes * codecs.WORD_BITS
 
 
-def _all_reduce(bench: _Bench, size: int) -> tuple[Step, int]:
+def _all_reduce(bench: Bench, size: int) -> tuple[Step, int]:
     body = lambda values: collectives.mean_exact([values], AXIS)[0]  # noqa: E731
     return bench.compile(body, bench.place(_values(size))), capacity.allreduce_bytes(size, bench.num_workers)
 
 
-def _all_to_all(bench: _Bench, size: int) -> tuple[Step, int]:
+def _all_to_all(bench: Bench, size: int) -> tuple[Step, int]:
     words = np.zeros((bench.num_workers, max(size // (4 * bench.num_workers), 1)), np.uint32)
     sent = words.nbytes * (bench.num_workers - 1) // bench.num_workers
     return bench.compile(lambda given: collectives.exchange(given, AXIS), bench.place(words)), sent
 
 
-def _all_gather(bench: _Bench, size: int) -> tuple[Step, int]:
+def _all_gather(bench: Bench, size: int) -> tuple[Step, int]:
     words = np.zeros((max(size // (4 * bench.num_workers), 1),), np.uint32)
     sent = capacity.gather_bytes(words.nbytes, bench.num_workers)
     return bench.compile(lambda given: collectives.gather(given, AXIS), bench.place(words)), sent
@@ -196,7 +211,7 @@ SHARED_STAGES: dict[StageName, Make] = {
 def _step_of(profile: Profile) -> Make:
     """A whole step of a profile on one matrix, as in training: the state is carried and donated."""
 
-    def make(bench: _Bench, size: int) -> tuple[Step, int]:
+    def make(bench: Bench, size: int) -> tuple[Step, int]:
         gradient = bench.place(_values(size).reshape(_matrix_shape(size)))
         loss = bench.place(np.ones((), np.float32))
         tx = aggregate_gradients(profile, axis=AXIS, num_workers=bench.num_workers)
@@ -238,7 +253,7 @@ def _fit_rest(profile: Profile, steps: Measured, shared: dict[StageName, Stage],
         sent = _lanes_of(profile, size, num_workers).wire_bytes[0][route]
         stages = costs.stages_of(route, codec, size // 4, sent, num_workers)
         rest.append(seconds - sum(shared[name].seconds(b) for name, b in stages if name in shared))
-    return costs.fit(steps.sizes_bytes, rest, steps.seconds)
+    return fit(steps.sizes_bytes, rest, steps.seconds)
 
 
 def _matrix_shape(size: int) -> tuple[int, int]:
@@ -255,21 +270,21 @@ def _values(size: int) -> np.ndarray:
 
 
 def _climb(
-    bench: _Bench, name: str, make: Make, sizes: Sequence[int], tell: Callable[[str], None]
+    bench: Bench, name: str, make: Make, sizes: Sequence[int], tell: Callable[[str], None]
 ) -> Measured:
     """Measures one stage from small sizes to large ones, until a step takes too long."""
     found = Measured([], [])
     for size in sizes:
         too_long = len(found.seconds) >= 2 and found.seconds[-1] > _MOST_SECONDS_A_STEP
         if not too_long:
-            step, num_bytes = make(bench, size)
+            step, num_bytes = bench.find(name, make, size)
             found.sizes_bytes.append(num_bytes)
             found.seconds.append(_median_seconds(bench, step))
         tell(f"{name}, {size >> 10} KiB")
     return found
 
 
-def _median_seconds(bench: _Bench, step: Step) -> float:
+def _median_seconds(bench: Bench, step: Step) -> float:
     """The median of a step's seconds, after a barrier; of the slowest process."""
     for _ in range(_NUM_WARMUP):
         jax.block_until_ready(step())
@@ -278,7 +293,7 @@ def _median_seconds(bench: _Bench, step: Step) -> float:
     return _slowest(statistics.median(_seconds(bench, step) for _ in range(num)))
 
 
-def _seconds(bench: _Bench, step: Step) -> float:
+def _seconds(bench: Bench, step: Step) -> float:
     bench.wait_for_all()
     start = time.perf_counter()
     jax.block_until_ready(step())

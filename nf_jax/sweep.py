@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from nf_jax.costs import Substrate
+from nf_jax.columns import Columns
 from nf_jax.endpoint import Endpoint
 from nf_jax.plan import plan
 from nf_jax.prices import find_prices
 from nf_jax.profile import Phase, Profile, Route
 from nf_jax.replan import hosts_of, profile_of, replan
 from nf_jax.replay import Replay, estimate_compute_seconds, replay
-from nf_jax.trace import Columns
+from nf_jax.stages import Substrate
 
 MAX_WORKERS = 4096
 FLOOR_SIZES = tuple(2**power for power in range(12, 27))

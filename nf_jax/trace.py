@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -18,7 +17,6 @@ TRACE_VERSION = 1
 _MAX_HEADER_BYTES = 64 * 2**20
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NONFINITE_WORDS = (b'"NaN"', b'Infinity"')
-_CHUNK_STEPS = 1024  # steps that are held as Python objects at a time while columns are read
 
 
 class Trace(NamedTuple):
@@ -27,34 +25,6 @@ class Trace(NamedTuple):
     header: dict[str, Any]
     lanes: Lanes
     steps: list[dict[str, Any]]
-    truncated: bool
-
-
-class Columns(NamedTuple):
-    """A trace read back as arrays, for replay: n steps, L lanes, R regions.
-
-    Attributes:
-      header: the trace's first line.
-      lanes: the run's lanes.
-      steps: int32[n], the steps in the order of the file.
-      routes: int32[n, L], the `Route` each lane took.
-      reasons: int32[n, L], the `Reason` for it.
-      signals: what was measured; every field has a leading dimension n.
-      overhead_bytes: what a worker sent for the signals at every step, whatever the routes.
-      fp32_bytes: what it would have sent at every step in FP32.
-      step_seconds: f64[n], the host's time of a step, NaN where a line has none; None: no line has one.
-      truncated: whether the last line was torn, and left out.
-    """
-
-    header: dict[str, Any]
-    lanes: Lanes
-    steps: np.ndarray
-    routes: np.ndarray
-    reasons: np.ndarray
-    signals: Signals
-    overhead_bytes: int
-    fp32_bytes: int
-    step_seconds: np.ndarray | None
     truncated: bool
 
 
@@ -138,65 +108,11 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     Raises:
       ValueError: the file cannot be read, is not a trace, or holds a broken line; names the line.
     """
-    with _open(path) as stream:
-        header, lanes = _read_head(stream, path)
-        steps = list(_records(stream, len(lanes.names), path))
+    with open_trace(path) as stream:
+        header, lanes = read_head(stream, path)
+        steps = list(read_records(stream, len(lanes.names), path))
     truncated = bool(steps) and steps[-1] is None
     return Trace(header, lanes, [step for step in steps if step is not None], truncated)
-
-
-def read_columns(path: str | os.PathLike[str]) -> Columns:
-    """Reads what replay needs of a trace, as arrays: a long one in seconds, in little memory.
-
-    Args:
-      path: a file that `TraceWriter` wrote.
-
-    Returns:
-      The `Columns`; a torn last line is dropped and reported, as by `read_trace`.
-
-    Raises:
-      ValueError: as `read_trace`, and where routes, reasons or signals are not numbers of equal shapes.
-    """
-    with _open(path) as stream:
-        header, lanes = _read_head(stream, path)
-        records = _records(stream, len(lanes.names), path)
-        chunks, truncated = [], False
-        while chunk := list(itertools.islice(records, _CHUNK_STEPS)):
-            truncated = chunk[-1] is None
-            if whole := [record for record in chunk if record is not None]:
-                chunks.append(_stack(whole, path))
-    try:
-        columns = {
-            name: np.concatenate([chunk[name] for chunk in chunks] or [np.zeros((0,))])
-            for name in _COLUMN_DTYPES
-        }
-    except ValueError:
-        raise ValueError(f"{path}: expected signals of one shape in all steps; is it two runs?") from None
-    seconds, routes = columns.pop("step_seconds"), columns.pop("routes")
-    sent, fp32_bytes = (columns.pop(name) for name in ("wire_bytes", "fp32_bytes"))
-    if np.any((routes < 0) | (routes > 3)):
-        raise ValueError(f"{path}: expected routes from 0 to 3, got {routes.min()} to {routes.max()}")
-    return Columns(
-        header=header,
-        lanes=lanes,
-        steps=columns.pop("step"),
-        routes=routes,
-        reasons=columns.pop("reasons"),
-        overhead_bytes=int(sent[0]) - lane_bytes(lanes, routes[:1]).item() if len(sent) else 0,
-        fp32_bytes=int(fp32_bytes[0]) if len(sent) else 0,
-        signals=Signals(**columns),
-        step_seconds=seconds if np.isfinite(seconds).any() else None,
-        truncated=truncated,
-    )
-
-
-def lane_bytes(lanes: Lanes, routes: np.ndarray) -> np.ndarray:
-    """int64[n], bytes that a worker sends of all lanes by the routes of each step, int32[n, L]."""
-    table = np.asarray(lanes.wire_bytes, np.int64)
-    total = np.zeros(len(routes), np.int64)
-    for lane, row in enumerate(table):
-        total += row[routes[:, lane]]
-    return total
 
 
 def signals_from_record(record: Mapping[str, Any]) -> Signals:
@@ -215,17 +131,17 @@ def signals_from_record(record: Mapping[str, Any]) -> Signals:
     try:
         values = {
             name: np.asarray(measured[name], dtype)  # type: ignore[index] (caught below)
-            for name, dtype in _SIGNAL_DTYPES.items()
+            for name, dtype in SIGNAL_DTYPES.items()
         }
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"step {record.get('step')}: expected the signals {', '.join(_SIGNAL_DTYPES)} as "
+            f"step {record.get('step')}: expected the signals {', '.join(SIGNAL_DTYPES)} as "
             f"numbers, got {error!r}"
         ) from None
     return Signals(**values)
 
 
-_SIGNAL_DTYPES: dict[str, type[np.generic]] = {
+SIGNAL_DTYPES: dict[str, type[np.generic]] = {
     "loss": np.float32,
     "has_loss": np.bool_,
     "nonfinite": np.int32,
@@ -234,31 +150,24 @@ _SIGNAL_DTYPES: dict[str, type[np.generic]] = {
     "residual_ratio": np.float32,
     "reducer_load": np.float32,
 }
-_COLUMN_DTYPES: dict[str, type[np.generic]] = {
-    "step": np.int32,
-    "routes": np.int32,
-    "reasons": np.int32,
-    "wire_bytes": np.int64,
-    "fp32_bytes": np.int64,
-    "step_seconds": np.float64,
-    **_SIGNAL_DTYPES,
-}
 _STEP_FIELDS = {*StepInfo._fields, "wire_bytes", "fp32_bytes"} - {"wire", "fp32_wire"}
 
 
-def _open(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_trace(path: str | os.PathLike[str]) -> IO[bytes]:
+    """The file, open at its first line; ValueError where that fails."""
     try:
         return open(path, "rb")
     except OSError as error:
         raise ValueError(f"{path}: expected a trace, cannot open it: {error.strerror}") from None
 
 
-def _read_head(stream: IO[bytes], path: object) -> tuple[dict[str, Any], Lanes]:
+def read_head(stream: IO[bytes], path: object) -> tuple[dict[str, Any], Lanes]:
+    """The header and its lanes, from the first line."""
     header = _check_header(_parse(stream.readline(_MAX_HEADER_BYTES)), path)
     return header, _lanes_from_header(header, path)
 
 
-def _records(lines: Iterable[bytes], num_lanes: int, path: object) -> Iterator[dict[str, Any] | None]:
+def read_records(lines: Iterable[bytes], num_lanes: int, path: object) -> Iterator[dict[str, Any] | None]:
     """The steps of a trace, after its header; None at the end where the last line is torn."""
     for number, line in enumerate(lines, start=2):
         record = _parse(line)
@@ -266,28 +175,6 @@ def _records(lines: Iterable[bytes], num_lanes: int, path: object) -> Iterator[d
             yield None
             return
         yield _check_step(record, num_lanes, f"{path}: line {number}")
-
-
-def _stack(records: Sequence[dict[str, Any]], path: object) -> dict[str, np.ndarray]:
-    """The columns of some steps; where they do not fit together, an error that names the step."""
-    try:
-        rows = [record | record["signals"] | {"step_seconds": _seconds(record)} for record in records]
-        return {
-            name: np.asarray([row[name] for row in rows], dtype) for name, dtype in _COLUMN_DTYPES.items()
-        }
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        for record in records:
-            signals_from_record(record)
-        first, last = records[0]["step"], records[-1]["step"]
-        raise ValueError(
-            f"{path}: steps {first} to {last}: expected {', '.join(_COLUMN_DTYPES)} as numbers of equal "
-            f"shapes, got {error!r}"
-        ) from None
-
-
-def _seconds(record: Mapping[str, Any]) -> float:
-    value = record.get("step_seconds")
-    return math.nan if value is None else value
 
 
 def _encode(value: Any) -> Any:

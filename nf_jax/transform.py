@@ -16,11 +16,11 @@ import optax
 from jax import Array
 
 from nf_jax import capacity, collectives, controller, health, regions
-from nf_jax.costs import Substrate
 from nf_jax.plan import MAX_STACKED_SIZE, Plan
 from nf_jax.plan import plan as make_plan
 from nf_jax.pmean import Memory, average
 from nf_jax.profile import Profile, Route, to_route
+from nf_jax.stages import Substrate
 from nf_jax.state import AggregateState, Layout
 from nf_jax.telemetry import Signals, StepInfo
 
@@ -233,11 +233,9 @@ def _advance(
     profile: Profile, plan: Plan, state: AggregateState, routes: Array, signals: Signals
 ) -> AggregateState:
     """The control plane's part of a step: next states, next routes, what to report."""
-    next_health = health.step(profile.health, plan.lanes.regions, state.health, signals)
-    next_capacity = capacity.step(profile.capacity, state.capacity, signals.reducer_load)
     next_step = jnp.asarray(optax.safe_increment(state.step))
-    next_routes, next_reasons = controller.choose_routes(
-        profile, plan.lanes, next_step, next_health, next_capacity
+    next_health, next_capacity, next_routes, next_reasons = controller.advance(
+        profile, plan.lanes, next_step, state.health, state.capacity, signals
     )
     info = _info(plan, state.step, routes, signals, next_health, next_capacity)._replace(
         reasons=state.info.next_reasons, next_routes=next_routes, next_reasons=next_reasons

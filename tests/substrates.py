@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from nf_jax import costs
-from nf_jax.costs import STAGES, Stage, Substrate
+from nf_jax.stages import COLLECTIVES, STAGES, Stage, Substrate
 
 MIB = 2**20
 
@@ -29,7 +28,7 @@ FREE = stage(0.0, 0.0)
 
 def substrate(num_workers: int = 4, *, link: str | None = None, **stages: Any) -> Substrate:
     """Links of 1 GB/s; the worker's own part costs nothing, unless told."""
-    told: dict[Any, Stage] = dict.fromkeys(STAGES, FREE) | dict.fromkeys(costs.COLLECTIVES, stage()) | stages
+    told: dict[Any, Stage] = dict.fromkeys(STAGES, FREE) | dict.fromkeys(COLLECTIVES, stage()) | stages
     return Substrate(
         num_workers=num_workers,
         num_processes=num_workers,

@@ -14,8 +14,8 @@ from substrates import FREE, MIB, stage, substrate
 
 import nf_jax
 from nf_jax import Profile, Route, costs
-from nf_jax.costs import Substrate
 from nf_jax.profile import Buckets, CapacityLimits, Codec, HealthLimits, Phase, Region
+from nf_jax.stages import COLLECTIVES, Substrate, fit
 from nf_jax.telemetry import Reason
 
 
@@ -50,7 +50,7 @@ def first_info(profile: Profile, measured: Substrate) -> Any:
 def test_a_line_is_fitted_as_it_is(latency: float, slope: float, sizes: set[int]):
     hypothesis.assume(latency + slope > 1e-12 and max(sizes) > 2 * min(sizes))
     seconds = [latency + slope * size for size in sorted(sizes)]
-    found = costs.fit(sorted(sizes), seconds)
+    found = fit(sorted(sizes), seconds)
     for size, expected in zip(sorted(sizes), seconds, strict=True):
         fitted = found.latency_seconds + found.seconds_per_byte * size
         assert fitted == pytest.approx(expected, rel=1e-3, abs=1e-9)
@@ -58,7 +58,7 @@ def test_a_line_is_fitted_as_it_is(latency: float, slope: float, sizes: set[int]
 
 @hypothesis.given(seconds=st.lists(st.floats(-1, 10), min_size=2, max_size=8))
 def test_a_fit_is_never_negative_and_never_nan(seconds: list[float]):
-    found = costs.fit([4**i for i in range(len(seconds))], seconds)
+    found = fit([4**i for i in range(len(seconds))], seconds)
     for value in (found.latency_seconds, found.seconds_per_byte, found.error_seconds(1e6)):
         assert value >= 0 and math.isfinite(value)
 
@@ -69,7 +69,7 @@ def test_errors_grow_with_the_scatter():
     for scatter in (0.01, 0.1, 0.3):
         noise = 1 + scatter * rng.standard_normal(len(sizes))
         seconds = (1e-4 + 1e-9 * np.asarray(sizes)) * noise
-        errors.append(costs.fit(sizes, seconds.tolist()).error_seconds(1e6))
+        errors.append(fit(sizes, seconds.tolist()).error_seconds(1e6))
     assert errors == sorted(errors)
 
 
@@ -86,7 +86,7 @@ def test_a_stage_goes_through_its_points_and_on_as_fitted():
 def test_one_worker_sends_nothing():
     for route in Route:
         stages = costs.stages_of(route, Codec(), MIB, 0, num_workers=1)
-        assert not {name for name, _ in stages} & costs.COLLECTIVES
+        assert not {name for name, _ in stages} & COLLECTIVES
 
 
 # route, workers -> bytes that a worker sends in each collective, of a matrix of 512 x 512 with leaf scales.
@@ -110,7 +110,7 @@ def test_collectives_carry_the_bytes_of_the_scheme(route: Route, num_workers: in
     )
     carried: dict[str, float] = {}
     for name, num_bytes in stages:
-        if name in costs.COLLECTIVES:
+        if name in COLLECTIVES:
             carried[name] = carried.get(name, 0) + num_bytes
     assert carried == pytest.approx(SENT[route, num_workers], abs=400)  # scales, sketches, levels
     assert sum(carried.values()) == pytest.approx(lanes.wire_bytes[0][route], abs=200)
@@ -118,7 +118,7 @@ def test_collectives_carry_the_bytes_of_the_scheme(route: Route, num_workers: in
 
 def test_infinite_links_leave_the_workers_own_part():
     local: dict[str, Any] = {name: stage(0.0, 1e-9) for name in ("pack", "decode", "sign")}
-    free: dict[str, Any] = dict.fromkeys(costs.COLLECTIVES, FREE)
+    free: dict[str, Any] = dict.fromkeys(COLLECTIVES, FREE)
     fast = substrate(**local, **free)
     profile = guided(Route.SIGN)
     lanes = nf_jax.plan(profile, params(512), 4).lanes

@@ -11,10 +11,10 @@ import pytest
 from traces import FAST, NUM_STEPS, PROFILE, make_substrate, write_run
 
 from nf_jax import costs, trace
+from nf_jax.columns import Columns, read_columns
 from nf_jax.profile import Profile, Route
 from nf_jax.replay import replay
 from nf_jax.telemetry import Reason
-from nf_jax.trace import Columns, read_columns
 
 FP32 = Route.FP32
 

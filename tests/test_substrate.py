@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +12,7 @@ from flax import jax_utils
 
 import nf_jax
 from nf_jax import Route, Substrate, costs, substrate
-from nf_jax.costs import STAGES
+from nf_jax.stages import OWN_STAGE, STAGES, StageName
 
 SIZES = (4096, 16384, 32768, 65536)
 
@@ -32,8 +31,8 @@ def test_every_stage_is_measured_at_the_ladder(measured: tuple[Substrate, list[s
     for name, make in substrate.SHARED_STAGES.items():
         stage = found.stages[name]
         assert make and min(stage.measured_seconds) > 0 and len(stage.sizes_bytes) == len(SIZES)
-    for name in costs.OWN_STAGE.values():
-        assert found.stages[name].sizes_bytes == SIZES[1::2]
+    for name in OWN_STAGE.values():
+        assert found.stages[name].sizes_bytes == SIZES[1:]
     assert len(told) == substrate.num_points(SIZES)
 
 
@@ -44,7 +43,7 @@ def test_predictions_at_measured_sizes_are_what_was_measured(measured: tuple[Sub
         profile, size = substrate.one_route(route), SIZES[1]
         lanes = substrate._lanes_of(profile, size, found.num_workers)
         predicted = costs.lane_seconds(profile, lanes, found)[0, route]
-        own = found.stages[costs.OWN_STAGE[route]]
+        own = found.stages[OWN_STAGE[route]]
         shared = [
             found.stages[name].seconds(num_bytes)
             for name, num_bytes in costs.stages_of(
@@ -63,7 +62,7 @@ def test_predictions_at_measured_sizes_are_what_was_measured(measured: tuple[Sub
 def test_bytes_of_collectives_are_those_that_a_worker_sends(measured: tuple[Substrate, list[str]]):
     found, _ = measured
     workers = found.num_workers
-    times_sent: dict[costs.StageName, int] = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}
+    times_sent: dict[StageName, int] = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}
     for name, times in times_sent.items():
         expected = times * (workers - 1) / workers * np.asarray(SIZES)
         np.testing.assert_allclose(found.stages[name].sizes_bytes, expected, atol=4 * workers)
@@ -100,7 +99,7 @@ def test_one_worker_has_nothing_to_measure(monkeypatch: pytest.MonkeyPatch):
 
 def test_slow_steps_end_the_ladder(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(substrate, "_median_seconds", lambda bench, step: 1.0)
-    bench: Any = None
+    bench = substrate.Bench()
     found = substrate._climb(bench, "pack", lambda _, size: (lambda: None, size), SIZES, lambda text: None)
     assert found.sizes_bytes == [4096, 16384]
 

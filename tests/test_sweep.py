@@ -9,6 +9,7 @@ import pytest
 from traces import FAST, PROFILE, make_substrate, write_run
 
 from nf_jax import plan
+from nf_jax.columns import Columns, read_columns
 from nf_jax.plan import model_shapes
 from nf_jax.profile import Buckets, Profile
 from nf_jax.replan import replan
@@ -23,7 +24,6 @@ from nf_jax.sweep import (
     sweep,
     what_if,
 )
-from nf_jax.trace import Columns, read_columns
 
 SUBSTRATE = make_substrate()
 

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nf_jax import columns as columns_module
 from nf_jax import trace
+from nf_jax.columns import read_columns
 from nf_jax.telemetry import Lanes, Reason, Signals, StepInfo
-from nf_jax.trace import TraceWriter, read_columns, read_trace
+from nf_jax.trace import TraceWriter, read_trace
 
 LANES = Lanes(
     names=("0/backbone", "1/head"),
@@ -253,13 +255,13 @@ def test_columns_are_the_steps_as_arrays(tmp_path: Path):
 
 
 def test_columns_of_many_chunks_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trace, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(columns_module, "_CHUNK_STEPS", 2)
     assert read_columns(write(tmp_path / "t", range(5))).steps.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_columns_leave_a_torn_last_line_out(tmp_path: Path, num_steps: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trace, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(columns_module, "_CHUNK_STEPS", 2)
     path = write(tmp_path / "t", range(num_steps))
     path.write_bytes(path.read_bytes()[:-9])
     columns = read_columns(path)

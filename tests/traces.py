@@ -11,9 +11,9 @@ import numpy as np
 
 import nf_jax
 from nf_jax import costs, trace
-from nf_jax.costs import Substrate
 from nf_jax.endpoint import Endpoint
 from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Model, Phase, Profile, Region, Route
+from nf_jax.stages import COLLECTIVES, Substrate, fit
 
 W, NUM_STEPS = 2, 60
 FP32, _, SIGN, TERNARY = Route
@@ -78,13 +78,13 @@ def write_run(path: Path, profile: Profile = PROFILE, **header: Any) -> Path:
 
 def make_substrate(num_workers: int = W, rate: float = 1e8, latency: float = 1e-5) -> Substrate:
     """One where packing is free and collectives have a rate, bytes/s, and a latency, seconds."""
-    free, wire = costs.fit([1, 2**20], [0.0, 0.0]), costs.fit([0, 2**20], [latency, latency + 2**20 / rate])
+    free, wire = fit([1, 2**20], [0.0, 0.0]), fit([0, 2**20], [latency, latency + 2**20 / rate])
     return Substrate(
         num_workers=num_workers,
         num_processes=1,
         backend="cpu",
         device_kind="imagined",
-        stages={name: wire if name in costs.COLLECTIVES else free for name in costs.STAGES},
+        stages={name: wire if name in COLLECTIVES else free for name in costs.STAGES},
     )
 
 

@@ -1,0 +1,129 @@
+"""A trace read back as arrays, for replay: a long one in seconds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nf_jax.telemetry import Lanes, Signals
+from nf_jax.trace import SIGNAL_DTYPES, open_trace, read_head, read_records, signals_from_record
+
+_CHUNK_STEPS = 1024  # steps that are held as Python objects at a time
+_COLUMN_DTYPES: dict[str, type[np.generic]] = {
+    "step": np.int32,
+    "routes": np.int32,
+    "reasons": np.int32,
+    "wire_bytes": np.int64,
+    "fp32_bytes": np.int64,
+    "step_seconds": np.float64,
+    **SIGNAL_DTYPES,
+}
+
+
+class Columns(NamedTuple):
+    """A trace read back as arrays, for replay: n steps, L lanes, R regions.
+
+    Attributes:
+      header: the trace's first line.
+      lanes: the run's lanes.
+      steps: int32[n], the steps in the order of the file.
+      routes: int32[n, L], the `Route` each lane took.
+      reasons: int32[n, L], the `Reason` for it.
+      signals: what was measured; every field has a leading dimension n.
+      overhead_bytes: what a worker sent for the signals at every step, whatever the routes.
+      fp32_bytes: what it would have sent at every step in FP32.
+      step_seconds: f64[n], the host's time of a step, NaN where a line has none; None: no line has one.
+      truncated: whether the last line was torn, and left out.
+    """
+
+    header: dict[str, Any]
+    lanes: Lanes
+    steps: np.ndarray
+    routes: np.ndarray
+    reasons: np.ndarray
+    signals: Signals
+    overhead_bytes: int
+    fp32_bytes: int
+    step_seconds: np.ndarray | None
+    truncated: bool
+
+
+def read_columns(path: str | os.PathLike[str]) -> Columns:
+    """Reads what replay needs of a trace, as arrays: a long one in seconds, in little memory.
+
+    Args:
+      path: a file that `TraceWriter` wrote.
+
+    Returns:
+      The `Columns`; a torn last line is dropped and reported, as by `read_trace`.
+
+    Raises:
+      ValueError: as `read_trace`, and where routes, reasons or signals are not numbers of equal shapes.
+    """
+    with open_trace(path) as stream:
+        header, lanes = read_head(stream, path)
+        records = read_records(stream, len(lanes.names), path)
+        chunks, truncated = [], False
+        while chunk := list(itertools.islice(records, _CHUNK_STEPS)):
+            truncated = chunk[-1] is None
+            if whole := [record for record in chunk if record is not None]:
+                chunks.append(_stack(whole, path))
+    try:
+        columns = {
+            name: np.concatenate([chunk[name] for chunk in chunks] or [np.zeros((0,))])
+            for name in _COLUMN_DTYPES
+        }
+    except ValueError:
+        raise ValueError(f"{path}: expected signals of one shape in all steps; is it two runs?") from None
+    seconds, routes = columns.pop("step_seconds"), columns.pop("routes")
+    sent, fp32_bytes = (columns.pop(name) for name in ("wire_bytes", "fp32_bytes"))
+    if np.any((routes < 0) | (routes > 3)):
+        raise ValueError(f"{path}: expected routes from 0 to 3, got {routes.min()} to {routes.max()}")
+    return Columns(
+        header=header,
+        lanes=lanes,
+        steps=columns.pop("step"),
+        routes=routes,
+        reasons=columns.pop("reasons"),
+        overhead_bytes=int(sent[0]) - wire_bytes_of(lanes, routes[:1]).item() if len(sent) else 0,
+        fp32_bytes=int(fp32_bytes[0]) if len(sent) else 0,
+        signals=Signals(**columns),
+        step_seconds=seconds if np.isfinite(seconds).any() else None,
+        truncated=truncated,
+    )
+
+
+def wire_bytes_of(lanes: Lanes, routes: np.ndarray) -> np.ndarray:
+    """int64[n], bytes that a worker sends of all lanes by the routes of each step, int32[n, L]."""
+    table = np.asarray(lanes.wire_bytes, np.int64)
+    total = np.zeros(len(routes), np.int64)
+    for lane, row in enumerate(table):
+        total += row[routes[:, lane]]
+    return total
+
+
+def _stack(records: Sequence[dict[str, Any]], path: object) -> dict[str, np.ndarray]:
+    """The columns of some steps; where they do not fit together, an error that names the step."""
+    try:
+        rows = [record | record["signals"] | {"step_seconds": _seconds(record)} for record in records]
+        return {
+            name: np.asarray([row[name] for row in rows], dtype) for name, dtype in _COLUMN_DTYPES.items()
+        }
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        for record in records:
+            signals_from_record(record)
+        first, last = records[0]["step"], records[-1]["step"]
+        raise ValueError(
+            f"{path}: steps {first} to {last}: expected {', '.join(_COLUMN_DTYPES)} as numbers of equal "
+            f"shapes, got {error!r}"
+        ) from None
+
+
+def _seconds(record: Mapping[str, Any]) -> float:
+    value = record.get("step_seconds")
+    return math.nan if value is None else value
