@@ -27,6 +27,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import shlex
 import statistics
 import subprocess
@@ -100,7 +101,7 @@ class Config:
     out: Path | None = None
     """Folder for README.md, summary.json and plots; experiments/results/<date>-links by default."""
     rounds: int = 5
-    """Turns of every arm in a cell; a turn counts up to 5 steps, fewer where steps are slow."""
+    """Turns of every arm in a cell; a turn counts up to 20 steps, fewer where steps are slow."""
     devices: int = 1
     """Devices of every host, for JAX; nf_jax's arms then average exactly inside a host and route between."""
     keep_memory: bool = False
@@ -276,7 +277,8 @@ def measure_batch(
             prepare("auto", substrate=find_substrate(workers["jax"], bed.hosts, rate, out, config))
         plans = {}
         for number in range(config.rounds + 1):
-            for arm in arms:
+            # In another order each time: what an arm leaves in TCP's buffers meets different ones.
+            for arm in random.Random(number).sample(arms, len(arms)):
                 bar(f"{rate}: {arm}")
                 plan = plans.get(arm, {"uncounted": 0, "counted": 1})
                 answers = workers[runtime_of(arm)].ask(do="turn", arm=arm, **plan)
@@ -309,8 +311,8 @@ def find_substrate(workers: Workers, hosts: int, rate: str, out: Path, config: C
 
 
 def plan_turn(step_seconds: float) -> dict[str, int]:
-    """Steps of a turn: about a second's worth, 1 to 5; the first after a pause does not count unless slow."""
-    counted = min(max(round(1 / step_seconds), 1), 5)
+    """Steps of a turn: about a second's worth, 1 to 20; the first after a pause does not count unless slow."""
+    counted = min(max(round(1 / step_seconds), 1), 20)
     return {"uncounted": int(step_seconds < 2), "counted": counted}
 
 

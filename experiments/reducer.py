@@ -57,7 +57,7 @@ class Config:
     out: Path | None = None
     """Folder to write; experiments/results/<date>-reducer by default."""
     rounds: int = 5
-    """Turns of every route in a cell; a turn counts up to 5 steps."""
+    """Turns of every route in a cell; a turn counts up to 20 steps."""
     probe_sizes_bytes: tuple[int, ...] = SIZES_BYTES
     """Sizes at which substrates are probed."""
 

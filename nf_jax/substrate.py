@@ -220,13 +220,14 @@ def _step_of(profile: Profile) -> Make:
         specs = PartitionSpec(AXIS), PartitionSpec(AXIS), state_spec(state, AXIS)
 
         def update(gradient: Array, loss: Array, state: Any) -> Any:
-            return tx.update({"kernel": gradient[0]}, state, value=loss[0])
+            mean, state = tx.update({"kernel": gradient[0]}, state, value=loss[0])
+            return state, mean  # in this order: XLA gives the first outputs the donated buffers
 
-        mapped = jax.shard_map(update, mesh=bench.mesh, in_specs=specs, out_specs=(PartitionSpec(), specs[2]))
+        mapped = jax.shard_map(update, mesh=bench.mesh, in_specs=specs, out_specs=(specs[2], PartitionSpec()))
         program, carried = jax.jit(mapped, donate_argnums=2), [state]
 
         def step() -> Any:
-            mean, carried[0] = program(gradient, loss, carried[0])
+            carried[0], mean = program(gradient, loss, carried[0])
             return mean, carried[0]
 
         return step, size

@@ -109,7 +109,7 @@ def test_preparing_tells_a_mean_from_something_else(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("seconds", "uncounted", "counted"), [(0.01, 1, 5), (0.3, 1, 3), (1.2, 1, 1), (2.5, 0, 1), (40.0, 0, 1)]
+    ("seconds", "uncounted", "counted"), [(0.01, 1, 20), (0.3, 1, 3), (1.2, 1, 1), (2.5, 0, 1), (40.0, 0, 1)]
 )
 def test_slow_steps_make_short_turns(seconds: float, uncounted: int, counted: int):
     assert links.plan_turn(seconds) == {"uncounted": uncounted, "counted": counted}
