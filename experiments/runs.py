@@ -279,7 +279,8 @@ def open_trace(
     folder = config.out / f"{header['policy']}-{header['seed']}"
     folder.mkdir(parents=True, exist_ok=True)
     backend = jax.default_backend()
-    return trace.TraceWriter(folder / "trace.jsonl", profile.dumps(), plan.lanes, backend=backend, **header)
+    facts = header | {"backend": backend, "num_workers": config.num_workers}
+    return trace.TraceWriter(folder / "trace.jsonl", profile.dumps(), plan.lanes, **facts)
 
 
 def train_steps(
