@@ -311,7 +311,7 @@ def find_substrate(workers: Workers, hosts: int, rate: str, out: Path, config: C
 
 
 def plan_turn(step_seconds: float) -> dict[str, int]:
-    """Steps of a turn: about a second's worth, 1 to 20; the first after a pause does not count unless slow."""
+    """Steps of a turn: about a second's worth, 1 to 20; the first after a pause counts only where slow."""
     counted = min(max(round(1 / step_seconds), 1), 20)
     return {"uncounted": int(step_seconds < 2), "counted": counted}
 
