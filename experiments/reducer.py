@@ -28,6 +28,7 @@ import jax
 import tyro
 
 from experiments import links, testbed
+from experiments.links_hosts import ROOT, find_pythons
 from experiments.links_jax import PROFILES
 from experiments.links_worker import SHAPES
 from nf_jax import Route, Substrate, costs, plan
@@ -242,7 +243,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def run(config: Config) -> list[dict[str, Any]]:
     """Measures, predicts, writes."""
-    out = config.out or links.ROOT / "experiments" / "results" / f"{datetime.date.today()}-reducer"
+    out = config.out or ROOT / "experiments" / "results" / f"{datetime.date.today()}-reducer"
     asked = links.Config(
         arms=("pmean", *ROUTE_OF_ARM, "auto"),
         rates=config.rates,
@@ -252,7 +253,7 @@ def run(config: Config) -> list[dict[str, Any]]:
         probe_sizes_bytes=config.probe_sizes_bytes,
         keep_memory=True,
     )
-    pythons = links.find_pythons(asked)
+    pythons = find_pythons(asked.arms, asked.torch_venv)
     measured = links.measure(asked, out / "links", pythons)
     rows = make_rows(measured, out / "links")
     auto = judge_auto(measured)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from nf_jax import capacity, health
 from nf_jax.capacity import CapacityState
+from nf_jax.capacity import step as step_capacity
 from nf_jax.health import Health, HealthState
+from nf_jax.health import step as step_health
 from nf_jax.profile import Profile, Route
 from nf_jax.telemetry import Array, Lanes, Reason, Signals
 
@@ -66,8 +67,8 @@ def advance(
     profile: Profile,
     lanes: Lanes,
     next_step: Array,
-    health_state: HealthState,
-    capacity_state: CapacityState,
+    health: HealthState,
+    capacity: CapacityState,
     signals: Signals,
 ) -> tuple[HealthState, CapacityState, Array, Array]:
     """The control plane's part of a step, in training and in replay alike.
@@ -76,17 +77,16 @@ def advance(
       profile: the operating profile (static).
       lanes: the plan's lanes (static).
       next_step: int32[], the step after this one.
-      health_state: the health state before this step.
-      capacity_state: the capacity state before it.
+      health: the health state before this step.
+      capacity: the capacity state before it.
       signals: what it measured.
 
     Returns:
-      `(health_state, capacity_state, routes, reasons)`: the states after it, and `choose_routes` of the next.
+      `(health, capacity, routes, reasons)`: the states after it, and `choose_routes` of the next step.
     """
-    health_state = health.step(profile.health, lanes.regions, health_state, signals)
-    capacity_state = capacity.step(profile.capacity, capacity_state, signals.reducer_load)
-    chosen = choose_routes(profile, lanes, next_step, health_state, capacity_state)
-    return health_state, capacity_state, *chosen
+    health = step_health(profile.health, lanes.regions, health, signals)
+    capacity = step_capacity(profile.capacity, capacity, signals.reducer_load)
+    return health, capacity, *choose_routes(profile, lanes, next_step, health, capacity)
 
 
 def _first(reasons: Array, others: Array) -> Array:

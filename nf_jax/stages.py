@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
@@ -75,10 +74,6 @@ class Stage(Frozen):
                 "measured_seconds": tuple(max(t + extra, latency + b * seconds_per_byte) for b, t in points),
             }
         )
-
-    def error_seconds(self, num_bytes: float) -> float:
-        """Standard error of the prediction, s."""
-        return math.hypot(self.latency_error_seconds, num_bytes * self.seconds_per_byte_error)
 
 
 class Substrate(checks.File):

@@ -175,8 +175,8 @@ def _count(bench: Bench, size: int) -> tuple[Step, int]:
 
 
 def _decode(bench: Bench, size: int) -> tuple[Step, int]:
-    words = np.zeros((1, size // (4 * codecs.WORD_BITS)), np.uint32)
-    words = np.zeros((1, max(words.size // codecs.LANE_WORDS, 1) * codecs.LANE_WORDS), np.uint32)
+    num_words = max(size // (4 * codecs.BLOCK), 1) * codecs.LANE_WORDS
+    words = np.zeros((1, num_words), np.uint32)
     body = lambda given: codecs.decode_levels(given, codecs.LEVELS["majority"])  # noqa: E731
     return bench.compile(body, bench.place(words)), words.nbytes * codecs.WORD_BITS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -59,7 +60,8 @@ def test_a_line_is_fitted_as_it_is(latency: float, slope: float, sizes: set[int]
 @hypothesis.given(seconds=st.lists(st.floats(-1, 10), min_size=2, max_size=8))
 def test_a_fit_is_never_negative_and_never_nan(seconds: list[float]):
     found = fit([4**i for i in range(len(seconds))], seconds)
-    for value in (found.latency_seconds, found.seconds_per_byte, found.error_seconds(1e6)):
+    errors = found.latency_error_seconds, found.seconds_per_byte_error
+    for value in (found.latency_seconds, found.seconds_per_byte, *errors):
         assert value >= 0 and math.isfinite(value)
 
 
@@ -69,8 +71,10 @@ def test_errors_grow_with_the_scatter():
     for scatter in (0.01, 0.1, 0.3):
         noise = 1 + scatter * rng.standard_normal(len(sizes))
         seconds = (1e-4 + 1e-9 * np.asarray(sizes)) * noise
-        errors.append(fit(sizes, seconds.tolist()).error_seconds(1e6))
-    assert errors == sorted(errors)
+        found = fit(sizes, seconds.tolist())
+        errors.append((found.latency_error_seconds, found.seconds_per_byte_error))
+    for smaller, larger in itertools.pairwise(errors):
+        assert smaller[0] < larger[0] and smaller[1] < larger[1]
 
 
 def test_a_stage_goes_through_its_points_and_on_as_fitted():

@@ -177,7 +177,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str):
 
 def test_without_pytorch_arms_nothing_is_installed(tmp_path: Path):
     config = links.Config(arms=("pmean", "bf16"), torch_venv=tmp_path / "venv")
-    assert list(links.find_pythons(config)) == ["jax"]
+    assert list(links.find_pythons(config.arms, config.torch_venv)) == ["jax"]
     assert not config.torch_venv.exists()
 
 
