@@ -186,7 +186,7 @@ def test_without_pytorch_arms_nothing_is_installed(tmp_path: Path):
 
 @pytest.mark.skipif(REASON is not None, reason=REASON or "")
 def test_one_cell_end_to_end(tmp_path: Path):
-    options = ["--arms", "pmean", "sign-majority", "--rates", "none", "--hosts", "2", "--shapes", "16MiB"]
+    options = ["--arms", "pmean", "sign-majority", "--rates", "1gbit", "--hosts", "2", "--shapes", "16MiB"]
     links.main([*options, "--rounds", "1", "--out", str(tmp_path)])
     exact, signs = json.loads((tmp_path / "summary.json").read_text())
     assert list(exact) == COLUMNS
