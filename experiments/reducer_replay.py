@@ -201,14 +201,6 @@ def summarize_sweeps(sweeps: dict[str, list[Point]]) -> dict[str, list[dict[str,
     }
 
 
-def describe_design(before: Profile, after: Profile) -> str:
-    return (
-        f"the profile that fits (profile.toml): smallest lane {after.capacity.min_lane_bytes:,} bytes, was "
-        f"{before.capacity.min_lane_bytes:,}; bucket cap {after.buckets.cap_bytes:,} bytes, was "
-        f"{before.buckets.cap_bytes:,}"
-    )
-
-
 # ================================================================================================== main
 
 
@@ -234,7 +226,7 @@ def main(args: list[str] | None = None) -> None:
 
     before = Profile.loads(columns.header["profile"])
     lines = [f"{name}: {replay_report.explain(found)[0]}" for name, found in replays.items()]
-    lines.append(describe_design(before, designed))
+    lines.append(f"profile.toml: {replay_report.describe_design(before, designed, columns)}")
     summary: dict[str, Any] = {name: replay_report.summarize(found) for name, found in replays.items()}
     summary |= {"what_if": summarize_sweeps(sweeps), "jax": jax.__version__}
     if config.benchmark:

@@ -74,6 +74,8 @@ class Config:
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if min(self.seeds, default=0) < 0:
+            raise ValueError(f"seeds: expected numbers from 0 on, got {self.seeds}")
         for name in ("policies", "seeds"):
             if not (values := getattr(self, name)) or len(set(values)) != len(values):
                 raise ValueError(f"{name}: expected at least one and no repeats, got {values}")
@@ -111,6 +113,14 @@ POLICIES: dict[Policy, Callable[[Config], Profile]] = {
     ),
     "guided": lambda config: Profile.load(config.profile),
 }
+
+
+def check_files(config: Config) -> None:
+    """Raises ValueError before a run for what it would find out in its middle."""
+    for policy in config.policies:
+        POLICIES[policy](config)
+    if config.measured is not None:
+        config.measured.check_workers(config.devices // config.devices_per_host)
 
 
 class Task(NamedTuple):

@@ -22,6 +22,7 @@ and curves.png.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ import optax
 import tyro
 from sklearn import datasets
 
-from experiments import jobs
+from experiments import jobs, runs
 from experiments.runs import Config, Task
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,6 +118,10 @@ TASKS: dict[str, Task] = {
 def main(args: Sequence[str] | None = None) -> None:
     choices = {name: (make.__doc__ or name, make()) for name, make in CONFIGS.items()}
     config = tyro.extras.overridable_config_cli(choices, prog="experiments.vision", args=args)
+    try:
+        runs.check_files(config)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     jobs.run_job(config, TASKS[config.task])
 
 

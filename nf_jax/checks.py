@@ -181,8 +181,11 @@ def _describe(item: Any) -> str:
     if kind == "extra_forbidden":
         models = (*Frozen.__subclasses__(), *File.__subclasses__())
         known = {name for model in models for name in model.model_fields}
-        close = difflib.get_close_matches(str(item["loc"][-1])[:64], known, 1)
+        name = str(item["loc"][-1])[:64]
+        close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else "remove it"
+        if name in known:
+            hint = "it belongs elsewhere, or to a file of another kind"
         return f"{where}: expected a known key, got this one; {hint}"
     wanted = item["msg"]
     for pattern, ours in _WORDS.items():

@@ -20,6 +20,7 @@ from nf_jax.columns import read_columns
 from nf_jax.endpoint import Endpoint
 from nf_jax.plan import model_shapes, plan
 from nf_jax.profile import Profile
+from nf_jax.replan import profile_of
 from nf_jax.stages import Substrate
 from nf_jax.sweep import Case, Point, co_design, default_values, make_case, replay_case, what_if
 from nf_jax.trace import read_trace
@@ -95,7 +96,9 @@ class Replay:
         vote_elements_per_second = 8e9
         slots = 512
 
-    and leaves the rest to the defaults; the keys and their units: python -m pydoc nf_jax.endpoint.
+    and leaves the rest to the defaults: ingress_bytes_per_second, egress_bytes_per_second (of all workers),
+    fp32_elements_per_second (without it FP32 lanes go by a ring between workers), slot_bytes, count_bits,
+    round_trip_seconds, queue_bytes, background_load (0 to 1), name.
     """
 
     trace: Positional[Path]
@@ -117,14 +120,16 @@ class Replay:
 def main() -> None:
     """Entry point of `nf-jax`; exits with 1 on a user error, with one line that says what to do."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {name: command for name, (command, _) in COMMANDS.items()}, prog="nf-jax", description=__doc__
+        {name: command for name, (command, _) in COMMANDS.items()},
+        prog="nf-jax",
+        description="Looks at profiles, workers and runs.",
     )
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=200)  # a file or a pipe has no edge to cut tables at
     try:
         dict(COMMANDS.values())[type(command)](command, console)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"nf-jax: {error}", file=sys.stderr)
         sys.exit(1)
 
@@ -143,12 +148,22 @@ def inspect(command: Inspect, console: Console) -> None:
 def validate(command: Validate, console: Console) -> None:
     if not command.profiles:
         raise ValueError("validate: expected at least one profile, for example profiles/digits-mlp.toml")
+    errors = []
     for path in command.profiles:
-        profile = Profile.load(path)
-        console.print(f"{path}: good; {len(profile.regions)} regions, {len(profile.phases)} phases")
+        try:
+            profile = Profile.load(path)
+        except ValueError as error:
+            errors.append(str(error))
+        else:
+            console.print(f"{path}: good; {len(profile.regions)} regions, {len(profile.phases)} phases")
+    if errors:
+        raise ValueError("\n".join(errors))
 
 
 def probe(command: Probe, console: Console) -> None:
+    if command.devices < 1:
+        raise ValueError(f"devices: expected at least 1, got {command.devices}")
+    _check_writable(command.out)
     columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
     with cluster.joined(command.cluster, command.devices):
         first = cluster.is_first()
@@ -168,6 +183,14 @@ def probe(command: Probe, console: Console) -> None:
 
 
 def replay_run(command: Replay, console: Console) -> None:
+    asks = command.what_if or command.write_profile is not None
+    if asks and command.substrate is None and command.endpoint is None:
+        raise ValueError(
+            "--what-if, --write-profile: expected --substrate or --endpoint with them, got neither, so that "
+            "nothing would take time"
+        )
+    for path in (command.write_profile, command.out and command.out / "summary.json"):
+        _check_writable(path)
     case = make_case(
         read_columns(command.trace),
         None if command.substrate is None else Substrate.load(command.substrate),
@@ -187,8 +210,10 @@ def replay_run(command: Replay, console: Console) -> None:
         replay_report.plot_sweeps(sweeps, case, command.out / "what-if.png")
         console.print(f"drawn: {command.out}/what-if.png", highlight=False)
     if command.write_profile is not None:
-        co_design(case, sweeps.get("cap", ())).save(command.write_profile)
-        console.print(f"wrote {command.write_profile}", highlight=False)
+        fitted = co_design(case, sweeps.get("cap", ()))
+        fitted.save(command.write_profile)
+        changes = replay_report.describe_design(profile_of(case.columns), fitted, case.columns)
+        console.print(f"wrote {command.write_profile}: {changes}", highlight=False)
 
 
 def sweep_all(case: Case, console: Console) -> dict[str, list[Point]]:
@@ -206,6 +231,15 @@ def report_run(command: Report, console: Console) -> None:
         if command.plots and trace.steps:
             report.plot_trace(trace, path.with_suffix(".png"), path.parent.name)
             console.print(f"  drawn: {path.with_suffix('.png')}", highlight=False)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Raises before the work rather than after it."""
+    if path is None:
+        return
+    folder = next(parent for parent in path.parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path}: expected a file that can be written")
 
 
 def _shapes_of(profile: Profile) -> Any:

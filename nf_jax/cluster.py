@@ -142,7 +142,11 @@ def use_devices(platform: str, num_devices: int, num_processes: int = 1) -> None
         jax.config.update("jax_platforms", platform)
         if platform == "cpu":
             jax.config.update("jax_num_cpu_devices", num_devices // num_processes)
-    found = len(jax.devices())
+    try:
+        found = len(jax.devices())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"platform: expected {platform} devices, but JAX finds none: {reason}") from None
     if num_processes > 1 and found != num_devices:
         raise ValueError(
             f"devices: expected {num_devices}, all processes have {found}; pass --devices {found}"

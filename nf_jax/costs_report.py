@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from nf_jax import costs
 from nf_jax.plan import Plan
 from nf_jax.profile import Profile, Route
 from nf_jax.report import new_figure, new_table
-from nf_jax.stages import Substrate
+from nf_jax.stages import OWN_STAGE, Substrate
 from nf_jax.telemetry import Reason
 
 
@@ -42,14 +41,14 @@ def substrate_table(substrate: Substrate) -> Table:
     for name in ("stage", "latency, us", "+-", "ns per byte", "+-", "GB/s", "from", "to"):
         table.add_column(name, justify="left" if name == "stage" else "right", no_wrap=True)
     for name, stage in substrate.stages.items():
-        rate = 1e-9 / stage.seconds_per_byte if stage.seconds_per_byte else math.inf
+        rate = f"{1e-9 / stage.seconds_per_byte:.3g}" if stage.seconds_per_byte else "-"
         table.add_row(
             name,
             f"{1e6 * stage.latency_seconds:.1f}",
             f"{1e6 * stage.latency_error_seconds:.1f}",
             f"{1e9 * stage.seconds_per_byte:.4f}",
             f"{1e9 * stage.seconds_per_byte_error:.4f}",
-            f"{rate:.3g}",
+            "" if name in OWN_STAGE.values() else rate,
             _kib(stage.sizes_bytes[0]),
             _kib(stage.sizes_bytes[-1]),
         )
@@ -57,6 +56,9 @@ def substrate_table(substrate: Substrate) -> Table:
         "bytes: what a worker sends in a collective, votes counted, else the lane's FP32 bytes;\n"
         "fp32 to ternary: what a whole step takes beside the stages above them"
     )
+    noisy = [name for name, s in substrate.stages.items() if s.seconds_per_byte_error > s.seconds_per_byte]
+    if noisy:
+        table.caption += f"\nnoisy, probe again while the workers are idle: {', '.join(noisy)}"
     return table
 
 

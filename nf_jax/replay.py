@@ -128,6 +128,8 @@ def replay(
       found = replay(read_columns("run/trace.jsonl"), endpoint=Endpoint.load("switch.toml"))
     """
     profile = _check(columns)
+    if compute_seconds is not None and not 0 <= compute_seconds < math.inf:
+        raise ValueError(f"compute_seconds: expected a finite number from 0 on, got {compute_seconds}")
     if substrate is not None:
         _check_substrate(columns, substrate)
     is_rerun = substrate is None and endpoint is None

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from nf_jax.profile import Route
+from nf_jax.columns import Columns
+from nf_jax.profile import Profile, Route
 from nf_jax.replay import Replay
 from nf_jax.report import new_figure, new_table
 from nf_jax.sweep import AXES, Axis, Case, Point
@@ -82,6 +83,17 @@ def explain(found: Replay) -> list[str]:
         f"{count:,} lane-steps in FP32: {REASONS[Reason(reason)]}" for reason, count in counts.most_common()
     ]
     return lines
+
+
+def describe_design(before: Profile, after: Profile, columns: Columns) -> str:
+    """What `co_design` changed, in words."""
+    floor, cap = after.capacity.min_lane_bytes, after.buckets.cap_bytes
+    text = (
+        f"smallest lane {floor:,} bytes (was {before.capacity.min_lane_bytes:,}), bucket cap {cap:,} bytes "
+        f"(was {before.buckets.cap_bytes:,})"
+    )
+    none_pays = floor > 4 * max(columns.lanes.num_elements, default=0)
+    return text + "; no lane of this run is as large, so all of it would stay in FP32" * none_pays
 
 
 def write_replay(found: Replay, folder: Path) -> None:

@@ -59,7 +59,7 @@ def _short(reason: Reason) -> str:
 
 
 def _phase_table(profile: Profile, plan: Plan) -> Table:
-    table = new_table("bytes a worker sends in one healthy step, by phase")
+    table = new_table("what the profile asks for, and the bytes a worker then sends in one healthy step")
     for name in ("from step", *profile.region_names, "bytes", "of FP32"):
         table.add_column(name, justify="right", no_wrap=True)
     for start, by_region in profile.route_table:
@@ -70,7 +70,9 @@ def _phase_table(profile: Profile, plan: Plan) -> Table:
         sent = plan.wire_bytes(routes)
         fraction = f"{sent / plan.fp32_bytes:.2%}" if plan.fp32_bytes else "-"
         table.add_row(f"{start:,}", *(route.name for route in by_region), f"{sent:,}", fraction)
-    table.caption = f"protected share: {plan.protected_share:.2%} of the elements may only travel in FP32"
+    table.caption = (
+        f"protected share: {plan.protected_share:.2%} of the elements may only travel in FP32 here"
+    )
     return table
 
 
@@ -86,11 +88,12 @@ def run_table(folder: Path) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("regions at the end")
     table.add_column("target")
-    results = _results(folder)
+    base = folder.parent if folder.is_file() else folder
+    results = _results(base)
     torn = []
     for path in find_traces(folder):
         trace = read_trace(path)
-        name = str(path.parent.relative_to(folder)) if path.parent != folder else path.stem
+        name = str(path.parent.relative_to(base)) if path.parent != base else path.stem
         torn += [name] if trace.truncated else []
         table.add_row(name, *_summarize(trace), _judge(trace, results.get(name)))
     if torn:

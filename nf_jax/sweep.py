@@ -248,21 +248,32 @@ def co_design(case: Case, caps: Sequence[Point] = ()) -> Profile:
 
     Returns:
       The profile with `capacity.min_lane_bytes`, the smallest lane that pays by each of its low-bit routes
-      (`smallest_lane`), and with the `buckets.cap_bytes` that average fastest, if that gains 1 % or more.
+      (`smallest_lane`), and with the `buckets.cap_bytes` that average fastest, if that gains 1 % or more;
+      as it is, where a replay with the new values takes longer.
     """
     profile = profile_of(case.columns)
     floor = smallest_lane(profile, case)
     limits = profile.capacity.model_copy(update={"min_lane_bytes": floor})
-    now = profile.buckets.cap_bytes
+    now, before = profile.buckets.cap_bytes, replay_case(case).total_seconds
     ranked = sorted(caps, key=lambda point: (point.found.total_seconds, -point.value))
-    if ranked and ranked[0].found.total_seconds < 0.99 * replay_case(case).total_seconds:
+    if ranked and ranked[0].found.total_seconds < 0.99 * before:
         now = int(ranked[0].value)
-    return with_cap(profile, now).model_copy(update={"capacity": limits})
+    fitted = with_cap(profile, now).model_copy(update={"capacity": limits})
+    if profile.model is not None:
+        again = case._replace(columns=replan(case.columns, profile=fitted))
+        if replay_case(again).total_seconds > 1.01 * before:
+            return profile
+    return fitted
 
 
 def smallest_lane(profile: Profile, case: Case) -> int:
-    """FP32 bytes from which on a lane pays by every low-bit route of the profile; twice the largest of
-    `FLOOR_SIZES` if none does."""
+    """FP32 bytes from which on a lane pays by every low-bit route of the profile.
+
+    Looked for up to the run's largest lane, for larger ones may cease to pay (page faults) and do not
+    occur; beyond that if none pays.
+    """
+    largest = 4 * max(case.columns.lanes.num_elements, default=0)
+    sizes = [size for size in FLOOR_SIZES if size < 2 * largest] or FLOOR_SIZES[:1]
     floors = [FLOOR_SIZES[0]]
     for index, region in enumerate(profile.regions):
         for route in set(profile.routes_of(index)) - {Route.FP32}:
@@ -272,7 +283,7 @@ def smallest_lane(profile: Profile, case: Case) -> int:
                 phases=(Phase(start_step=0, routes={region.name: route}),),
                 capacity=profile.capacity.model_copy(update={"min_lane_bytes": 0}),
             )
-            fails = [size for size in FLOOR_SIZES if not _pays(alone, case, size)]
+            fails = [size for size in sizes if not _pays(alone, case, size)]
             floors.append(2 * fails[-1] if fails else FLOOR_SIZES[0])
     return max(floors)
 

@@ -32,7 +32,7 @@ REASONS: dict[Reason, str] = {
     Reason.PROFILE: "the profile's current phase says so",
     Reason.PROTECTED: "the profile never lets this region go low-bit",
     Reason.SMALL: "too few bytes to be worth compressing",
-    Reason.UNSUITABLE: "its dtype or shape cannot travel low-bit",
+    Reason.UNSUITABLE: "its dtype or shape cannot travel low-bit between so many workers",
     Reason.SINGLE_WORKER: "there is only one worker, so nothing travels",
     Reason.WARMUP: "training is still warming up",
     Reason.FALLBACK: "its region was unhealthy and is cooling down",
@@ -40,7 +40,7 @@ REASONS: dict[Reason, str] = {
     Reason.RESIDUAL: "its residual grew too large for its gradient",
     Reason.LOAD: "the reducer is saturated",
     Reason.GROUP: "another lane of its group was refused, and a group switches as one",
-    Reason.SLOWER: "low-bit is predicted to gain too little here, by the measured substrate",
+    Reason.SLOWER: "low-bit is predicted to gain too little here, by the substrate or endpoint given",
 }
 
 

@@ -237,7 +237,9 @@ def _header(profile_toml: str, lanes: Lanes) -> dict[str, Any]:
 def _check_header(header: Any, path: object) -> dict[str, Any]:
     version = header.get("nf_jax_trace") if type(header) is dict else None
     if type(version) is not int or type(header.get("profile")) is not str:
-        raise ValueError(f"{path}: line 1: expected the header of an nf_jax trace; is it another file?")
+        raise ValueError(
+            f"{path}: line 1: expected the header of an nf_jax trace; is it another file, or cut off?"
+        )
     if version > TRACE_VERSION:
         raise ValueError(
             f"{path}: line 1: expected version {TRACE_VERSION} or older, got {version}: written by "

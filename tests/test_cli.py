@@ -171,8 +171,8 @@ def test_replay_sweeps_draws_and_writes_a_profile(trace, tmp_path, monkeypatch, 
     [
         (("nothing.jsonl",), "cannot open it"),
         (("{trace}", "--endpoint", "{trace}"), "expected valid TOML"),
-        (("{trace}", "--what-if"), "a substrate or an endpoint"),
-        (("{trace}", "--write-profile", "p.toml"), "a substrate or an endpoint"),
+        (("{trace}", "--what-if"), "expected --substrate or --endpoint with them"),
+        (("{trace}", "--write-profile", "p.toml"), "expected --substrate or --endpoint with them"),
     ],
 )
 def test_a_replay_that_cannot_be_is_one_line(args, said, trace, monkeypatch, capsys):
@@ -180,3 +180,42 @@ def test_a_replay_that_cannot_be_is_one_line(args, said, trace, monkeypatch, cap
         run(monkeypatch, "replay", *(arg.format(trace=trace) for arg in args))
     assert stopped.value.code == 1
     assert said in capsys.readouterr().err
+
+
+def test_report_takes_a_single_trace(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "guided-0", num_steps=3)
+    run(monkeypatch, "report", "--no-plots", tmp_path / "guided-0" / "trace.jsonl")
+    shown = capsys.readouterr().out
+    assert "trace" in shown and "33.3%" in shown  # one of three steps was low-bit
+
+
+def test_validate_looks_at_every_profile(profile, tmp_path, monkeypatch, capsys):
+    bad = tmp_path / "bad.toml"
+    bad.write_text("name = 3\n")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "validate", bad, profile)
+    shown = capsys.readouterr()
+    assert "bad.toml" in shown.err and f"{profile}: good" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("probe", "--out", "{folder}"), "expected a file that can be written"),
+        (("probe", "--out", "{folder}/s.toml", "--devices", "0"), "devices: expected at least 1"),
+        (("replay", "{trace}", "--compute-seconds", "nan"), "compute_seconds: expected a finite number"),
+        (("replay", "{trace}", "--out", "{trace}"), "expected a file that can be written"),
+        (("replay", "{trace}", "--endpoint", "{substrate}"), "or to a file of another kind"),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_work(args, said, tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "guided-0", num_steps=2)
+    substrates.substrate(2).save(tmp_path / "substrate.toml")
+    names = {
+        "folder": tmp_path,
+        "trace": tmp_path / "guided-0" / "trace.jsonl",
+        "substrate": tmp_path / "substrate.toml",
+    }
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, *(arg.format(**names) for arg in args))
+    assert stopped.value.code == 1 and said in capsys.readouterr().err

@@ -98,7 +98,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "checkpoint": (10, {"state"}),
     "report": (10, {"profile", "telemetry", "health", "trace", "plan"}),
     "calibrate": (10, {"profile", "telemetry", "trace", "replay", "transform"}),
-    "replay_report": (11, {"profile", "telemetry", "replay", "sweep", "report"}),
+    "replay_report": (11, {"columns", "profile", "telemetry", "replay", "sweep", "report"}),
     "costs_report": (11, {"profile", "telemetry", "stages", "costs", "plan", "report"}),
     "cli": (12, None),
     "__init__": (12, None),

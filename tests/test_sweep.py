@@ -166,7 +166,21 @@ def test_the_smallest_lane_is_where_low_bit_begins_to_pay(columns: Columns):
 
 def test_where_nothing_pays_no_lane_is_large_enough(columns: Columns):
     never = make_case(columns, None, FAST.model_copy(update={"vote_elements_per_second": 0.0}))
-    assert smallest_lane(PROFILE, never) == 2 * FLOOR_SIZES[-1]
+    assert smallest_lane(PROFILE, never) > 4 * max(columns.lanes.num_elements)
+
+
+def test_sizes_that_do_not_occur_do_not_count(columns: Columns, monkeypatch: pytest.MonkeyPatch):
+    """Very large arrays may cease to pay, of page faults: a run without them is not to suffer."""
+    largest = 4 * max(columns.lanes.num_elements)
+    monkeypatch.setattr("nf_jax.sweep._pays", lambda profile, case, size: 2**14 <= size < 2 * largest)
+    assert smallest_lane(PROFILE, make_case(columns, SUBSTRATE, None)) == 2**14
+
+
+def test_a_profile_that_would_be_slower_is_not_made(columns: Columns, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nf_jax.sweep.smallest_lane", lambda profile, case: 2**40)
+    case = make_case(columns, SUBSTRATE, FAST)
+    assert replay(columns, substrate=SUBSTRATE, endpoint=FAST).routes.any()
+    assert co_design(case) == PROFILE
 
 
 def test_a_designed_profile_can_be_saved_and_replayed(columns: Columns, tmp_path: Path):

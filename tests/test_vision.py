@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import process_groups
 import pytest
+import substrates
 
 import nf_jax
 from experiments import jobs, runs, vision
@@ -176,3 +177,21 @@ def test_two_processes_give_the_summary_of_one(tmp_path, monkeypatch):
 def test_a_config_that_means_nothing_is_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         dataclasses.replace(vision.digits(), **change)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--profile", "nope.toml"), "nope.toml"),
+        (("--substrate", "{substrate}"), "num_workers=8"),
+        (("--seeds", "-1"), "seeds: expected numbers from 0 on"),
+    ],
+)
+def test_a_bad_option_leaves_an_earlier_run_alone(options, said, tmp_path, capsys):
+    earlier = tmp_path / "summary.json"
+    earlier.write_text("[]")
+    substrates.substrate(2).save(tmp_path / "substrate.toml")
+    filled = [option.format(substrate=tmp_path / "substrate.toml") for option in options]
+    with pytest.raises((SystemExit, ValueError)) as stopped:
+        vision.main(["digits", "--out", str(tmp_path), *filled])
+    assert said in f"{stopped.value}{capsys.readouterr().err}" and earlier.read_text() == "[]"
