@@ -33,6 +33,7 @@ import rich
 import tyro
 from jax import lax
 from rich import box, progress
+from rich.console import Console
 from rich.table import Table
 
 import nf_jax
@@ -490,8 +491,11 @@ def main(config: Config) -> None:
         results |= PARTS[part](config)
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "bench.json").write_text(json.dumps(results, indent=2) + "\n")
-    rich.print(make_table({k: v for k, v in results.items() if k not in ("machine", "versions")}))
-    rich.print(f"{results['machine']}; written to {config.out / 'bench.json'}")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a file or a pipe has no edge to cut tables at
+    console.print(make_table({k: v for k, v in results.items() if k not in ("machine", "versions")}))
+    console.print(f"{results['machine']}; written to {config.out / 'bench.json'}")
 
 
 if __name__ == "__main__":

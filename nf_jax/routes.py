@@ -43,7 +43,8 @@ from nf_jax.votes import payload_shapes, receive_votes, send_votes
 
 def average_fp32(group: Group, given: Given, axis: collectives.Where) -> list[Array]:
     """The plain mean, stacks in runs; residuals are left as they are (`settle_fp32` pays them out)."""
-    return in_runs(group, collectives.mean_exact(wide_gradients(given), axis))
+    # Put into runs before the sum, so that dividing it works in place.
+    return collectives.mean_exact(in_runs(group, wide_gradients(given)), axis)
 
 
 def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[list[Array], list[Array]]:
@@ -61,7 +62,7 @@ def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[li
         if given.server is not None:
             owed = _owed(group, given.server, axis)
             local = [stack + part for stack, part in zip(local, owed, strict=True)]
-    return in_runs(group, collectives.mean_exact(local, axis)), local
+    return collectives.mean_exact(in_runs(group, local), axis), local
 
 
 def _owed(group: Group, server: Sequence[Array], axis: collectives.Where) -> list[Array]:
