@@ -24,7 +24,10 @@ from nf_jax.collectives import AxisName
 from nf_jax.state import find_states, shard_state, state_spec
 
 LossFn = Callable[..., Any]
-"""`(params, batch) -> loss` or `-> (loss, metrics)`: `f32[]` means over this worker's batch."""
+"""`(params, batch) -> loss` or `-> (loss, metrics)`: `f32[]` means over this worker's batch.
+
+With a `model_state` in the TrainState, `(params, batch, model_state) -> (loss, metrics, new_model_state)`.
+"""
 
 Step = Callable[..., tuple[Any, dict[str, Array]]]
 """`(state, batch, reducer_load=None) -> (state, metrics)`."""
@@ -34,6 +37,10 @@ _Stepped = tuple[Any, dict[str, Array]]
 
 class TrainState(train_state.TrainState):
     """Flax's `TrainState`, but its optimizer hears the loss and the reducer's load.
+
+    Attributes:
+      model_state: what the model changes itself, such as batch-norm statistics (`batch_stats`), a pytree of
+        arrays; the same on all workers: averaged exactly after every step, never packed. None: nothing.
 
     Example:
       >>> import jax.numpy as jnp, optax, nf_jax
@@ -47,6 +54,8 @@ class TrainState(train_state.TrainState):
       >>> state.step
       0
     """
+
+    model_state: Any = None
 
     def apply_gradients(
         self, *, grads: Any, value: Any = None, reducer_load: Any = None, **kwargs: Any
@@ -126,11 +135,15 @@ def train_step(
             f"train_step: the params hold {OVERWRITE_WITH_GRADIENT!r} (Flax's FP8 statistics), "
             "which local gradients replace: workers would drift apart. Average them yourself."
         )
-    params = jax.tree.map(lambda leaf: collectives.varying(leaf, axis), state.params)
-    gradients, metrics = _gradients(loss_fn, params, batch, accumulate_steps, axis)
+    own = functools.partial(collectives.varying, axis=axis)
+    params, model_state = jax.tree.map(own, (state.params, state.model_state))
+    gradients, metrics, model_state = _gradients(loss_fn, params, model_state, batch, accumulate_steps, axis)
     metrics = _mean_over_workers(metrics, axis)
-    loss = metrics["loss"]
-    return state.apply_gradients(grads=gradients, value=loss, reducer_load=reducer_load), metrics
+    model_state = _mean_of_finite(model_state, state.model_state, axis)
+    state = state.apply_gradients(
+        grads=gradients, value=metrics["loss"], reducer_load=reducer_load, model_state=model_state
+    )
+    return state, metrics
 
 
 def pmap_step(
@@ -264,32 +277,52 @@ def place(state: Any, mesh: Mesh, axis: AxisName | None = None) -> Any:
 
 
 def _gradients(
-    loss_fn: LossFn, params: Any, batch: Any, accumulate_steps: int, axis: AxisName
-) -> tuple[Any, dict[str, Array]]:
-    """Local gradients and metrics, averaged over micro-batches."""
-    differentiate = jax.grad(functools.partial(_measure, loss_fn), has_aux=True)
+    loss_fn: LossFn, params: Any, model_state: Any, batch: Any, accumulate_steps: int, axis: AxisName
+) -> tuple[Any, dict[str, Array], Any]:
+    """Local gradients and metrics, averaged over micro-batches, and the model state after the last."""
+    measured = jax.grad(functools.partial(_measure, loss_fn), has_aux=True)
+
+    def differentiate(params: Any, batch: Any, model_state: Any) -> tuple[tuple[Any, Any], Any]:
+        gradients, (metrics, model_state) = measured(params, batch, model_state)
+        return (gradients, metrics), model_state
+
     if accumulate_steps == 1:
-        return differentiate(params, batch)
+        (gradients, metrics), model_state = differentiate(params, batch, model_state)
+        return gradients, metrics, model_state
     pieces = _split(batch, accumulate_steps)
-    shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda leaf: leaf[0], pieces))
+    first = jax.tree.map(lambda leaf: leaf[0], pieces)
+    shapes, _ = jax.eval_shape(differentiate, params, first, model_state)
     half = (jnp.bfloat16, jnp.float16)  # sums of many small terms; accumulated in f32
     wide = lambda dtype: jnp.float32 if dtype in half else dtype  # noqa: E731
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, wide(s.dtype)), shapes)
 
-    def add(total: Any, piece: Any) -> tuple[Any, None]:
-        new = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, differentiate(params, piece))
-        return jax.tree.map(lambda leaf: collectives.varying(leaf, axis), new), None
+    def add(carry: Any, piece: Any) -> tuple[Any, None]:
+        total, model_state = carry
+        found, model_state = differentiate(params, piece, model_state)
+        new = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, found)
+        return jax.tree.map(lambda leaf: collectives.varying(leaf, axis), (new, model_state)), None
 
     zeros = jax.tree.map(lambda leaf: collectives.varying(leaf, axis), zeros)
-    total, _ = lax.scan(add, zeros, pieces)
-    return jax.tree.map(
-        lambda t, s: (t / jnp.asarray(accumulate_steps, t.dtype)).astype(s.dtype), total, shapes
-    )
+    (total, model_state), _ = lax.scan(add, (zeros, model_state), pieces)
+    mean = lambda t, s: (t / jnp.asarray(accumulate_steps, t.dtype)).astype(s.dtype)  # noqa: E731
+    return *jax.tree.map(mean, total, shapes), model_state
 
 
-def _measure(loss_fn: LossFn, params: Any, batch: Any) -> tuple[Array, dict[str, Array]]:
-    result = loss_fn(params, batch)
-    loss, metrics = result if isinstance(result, tuple) else (result, {})
+def _measure(
+    loss_fn: LossFn, params: Any, batch: Any, model_state: Any
+) -> tuple[Array, tuple[dict[str, Array], Any]]:
+    if model_state is None:
+        result = loss_fn(params, batch)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+    else:
+        result = loss_fn(params, batch, model_state)
+        if not isinstance(result, tuple) or len(result) != 3:
+            got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+            raise ValueError(
+                "loss_fn: expected (loss, metrics, new_model_state), as the TrainState has a model_state, "
+                f"got {got}"
+            )
+        loss, metrics, model_state = result
     if "loss" in metrics:
         raise ValueError('loss_fn: the metrics hold a "loss", which the step adds; rename it')
     for name, number in {"loss": loss, **metrics}.items():
@@ -298,7 +331,8 @@ def _measure(loss_fn: LossFn, params: Any, batch: Any) -> tuple[Array, dict[str,
                 f"loss_fn: expected {name!r} to be a scalar, got shape {np.shape(number)}; mean it"
             )
     metrics = {"loss": loss, **metrics}
-    return loss, {name: jnp.asarray(number).astype(jnp.float32) for name, number in metrics.items()}
+    metrics = {name: jnp.asarray(number).astype(jnp.float32) for name, number in metrics.items()}
+    return loss, (metrics, model_state)
 
 
 def _split(batch: Any, accumulate_steps: int) -> Any:
@@ -317,6 +351,21 @@ def _split(batch: Any, accumulate_steps: int) -> Any:
 def _mean_over_workers(metrics: dict[str, Array], axis: AxisName) -> dict[str, Array]:
     gathered = collectives.gather(jnp.stack(list(metrics.values())), axis).mean(0)
     return dict(zip(metrics, gathered, strict=True))
+
+
+def _mean_of_finite(new: Any, old: Any, axis: AxisName) -> Any:
+    """The exact mean over workers of a model's own state; a step that spoils any of it changes none."""
+    leaves, treedef = jax.tree.flatten(new)
+    if jax.tree.structure(old) != treedef:
+        raise ValueError(
+            f"loss_fn: expected a new_model_state of structure {jax.tree.structure(old)}, got {treedef}"
+        )
+    if not leaves:
+        return new
+    means = collectives.mean_leaves(leaves, axis)
+    is_sound = jnp.all(jnp.asarray([jnp.all(jnp.isfinite(mean)) for mean in means]))
+    kept = [jnp.where(is_sound, mean, leaf) for mean, leaf in zip(means, jax.tree.leaves(old), strict=True)]
+    return jax.tree.unflatten(treedef, kept)
 
 
 def _check_global(state: Any, batch: Any, num_workers: int) -> None:

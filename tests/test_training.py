@@ -215,6 +215,63 @@ def test_accumulate_steps_communicates_once_and_multi_steps_at_every_micro_batch
     assert count_collectives(step, state, part) == whole
 
 
+def normalized_loss(params: Any, batch: Any, model_state: Any) -> Any:
+    """A model with a running mean of its inputs, as batch norm keeps it."""
+    mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)
+    loss, metrics = loss_fn(params, {**batch, "x": batch["x"] - mean})
+    return loss, metrics, {"mean": mean, "count": model_state["count"] + 1}
+
+
+def stateful(tx: Any) -> Any:
+    model_state = {"mean": jnp.zeros(NUM_IN), "count": jnp.int32(0)}
+    return training.TrainState.create(apply_fn=None, params=params_of(), tx=tx, model_state=model_state)
+
+
+@pytest.mark.parametrize(("mode", "accumulate_steps"), [("pmap", 1), ("checked", 1), ("unchecked", 2)])
+def test_the_models_own_state_is_averaged_exactly(mode, accumulate_steps):
+    tx = optax.chain(aggregate(), optax.sgd(0.1))
+    options = {"accumulate_steps": accumulate_steps}
+    state, step = stepper(mode, stateful(tx), normalized_loss, **options)
+    batch = batch_of()
+    state, _ = step(state, batch)
+
+    pieces = batch["x"].reshape(W, accumulate_steps, -1, NUM_IN).mean(2)
+    expected = np.zeros((W, NUM_IN))
+    for number in range(accumulate_steps):
+        expected = 0.9 * expected + 0.1 * pieces[:, number]
+    means = np.asarray(state.model_state["mean"])
+    chex.assert_trees_all_close(means[0] if mode == "pmap" else means, expected.mean(0), atol=1e-6)
+    assert np.all(np.asarray(state.model_state["count"]) == accumulate_steps)
+    if mode == "pmap":
+        assert (means == means[0]).all()
+
+
+def test_a_step_that_is_not_finite_leaves_the_models_own_state_as_it_was():
+    tx = optax.chain(aggregate(), optax.apply_if_finite(optax.sgd(0.1), 5))
+    state, step = stepper("pmap", stateful(tx), normalized_loss)
+    state, _ = step(state, batch_of())
+    before = jax.device_get(state.model_state)
+    spoiled = batch_of()
+    spoiled["x"][0, 0] = np.nan  # one worker's
+    state, _ = step(state, spoiled)
+    chex.assert_trees_all_equal(jax.device_get(state.model_state), before)
+    state, _ = step(state, batch_of())
+    assert np.isfinite(jax.device_get(state.model_state["mean"])).all()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda params, batch, model_state: 0.0, "expected .loss, metrics, new_model_state."),
+        (lambda params, batch, model_state: (params["head"]["kernel"].sum(), {}, {}), "of structure"),
+    ],
+)
+def test_a_loss_that_keeps_no_model_state_is_an_error(loss, message):
+    state, step = stepper("pmap", stateful(optax.chain(aggregate(), optax.sgd(0.1))), loss)
+    with pytest.raises(ValueError, match=message):
+        step(state, batch_of())
+
+
 def test_half_precision_gradients_accumulate_in_float32():
     def loss(params, batch):  # gradients 1, 2**-8, 2**-8, ...: bf16 sums would stay at 1
         return jnp.mean(batch["x"].astype(jnp.bfloat16)) * params["kernel"]
