@@ -1,8 +1,8 @@
 """Real data in the formats that public data sets use: CIFAR's binary files, GLUE's TSV, plain text.
 
 Data is never part of the repository. It lies in a folder of its own, a subfolder a set; `SETS` names them and
-what belongs in each: `--data DIR`, else $NF_DATA, else ~/.cache/nf_jax_data. Data of your own in the format of
-a set works as well, in a folder of that name.
+what belongs in each: `--data DIR`, else $NF_DATA, else ~/.cache/nf_jax_data. Data of your own in the format
+of a set works as well, in a folder of that name.
 """
 
 from __future__ import annotations
