@@ -13,8 +13,8 @@
   step in PROBATION. Nothing trips in WARMUP, which travels in FP32 anyway.
 - FALLBACK counts healthy steps only; an unhealthy one leaves the count where it is. Unhealthy steps
   in a row, as many as the first cooldown, are one more trip: an endless overflow ends in LOCKED.
-- Baselines learn from finite steps only, and slowly, from the limit instead of the value, where a
-  value exceeds its limit: one spike moves them little, a new level is learnt in some tens of steps.
+
+What loss and norms are compared with, `baselines.py` learns.
 """
 
 from __future__ import annotations
@@ -26,16 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nf_jax.baselines import agrees_little, count_up, f32, i32, is_finite, lanes_of, learn, outliers
 from nf_jax.profile import HealthLimits
 from nf_jax.telemetry import Array, Signals
 
-MIN_BASELINE_STEPS = 10  # with fewer samples a mean deviation says nothing: no spike, no jump
 MAX_COOLDOWN_STEPS = 2**20
-_MAX_COUNT = 2**30  # counters saturate here
-_MAX_VALUE = 1e30  # sums and products of a few such values stay finite in f32
-# A loss that hardly moves has next to no deviation; without a floor any flicker would be a spike.
-_DEVIATION_FLOOR_RATIO = 0.01
-_DEVIATION_FLOOR = 1e-6
 
 
 class Health(enum.IntEnum):
@@ -153,140 +148,66 @@ def step(
       The state after the step.
     """
     state, signals = jax.tree.map(jnp.asarray, (state, signals))
-    finite = _is_finite(signals)
-    large = ~(signals.residual_ratio <= _f32(limits.max_residual_ratio)) & finite
-    spike, jump = _outliers(limits, state, signals)
+    finite = is_finite(signals)
+    large = ~(signals.residual_ratio <= f32(limits.max_residual_ratio)) & finite
+    spike, jump = outliers(limits, state, signals)
 
     # The most severe trigger of this step wins, so it comes last.
-    lanes_of = np.arange(state.state.shape[0])[:, None] == np.asarray(lane_regions, np.int64)
-    trigger = jnp.where(jnp.any(large & lanes_of, 1), _i32(Trigger.RESIDUAL), _i32(Trigger.NONE))
+    members = lanes_of(state.state.shape[0], lane_regions)
+    trigger = jnp.where(jnp.any(large & members, 1), i32(Trigger.RESIDUAL), i32(Trigger.NONE))
     if limits.min_agreement > 0:
-        low = _agrees_little(limits, lanes_of, signals.agreement)
-        trigger = jnp.where(low, _i32(Trigger.LOW_AGREEMENT), trigger)
-    trigger = jnp.where(jump, _i32(Trigger.NORM_JUMP), trigger)
-    trigger = jnp.where(spike, _i32(Trigger.LOSS_SPIKE), trigger)
-    trigger = jnp.where(finite, trigger, _i32(Trigger.NONFINITE))
+        low = agrees_little(limits, members, signals.agreement)
+        trigger = jnp.where(low, i32(Trigger.LOW_AGREEMENT), trigger)
+    trigger = jnp.where(jump, i32(Trigger.NORM_JUMP), trigger)
+    trigger = jnp.where(spike, i32(Trigger.LOSS_SPIKE), trigger)
+    trigger = jnp.where(finite, trigger, i32(Trigger.NONFINITE))
 
-    last = jnp.where(trigger > _i32(Trigger.NONE), trigger, state.trigger)
-    state = state._replace(trigger=last, **_learn(limits, state, signals, finite, spike, jump))
+    last = jnp.where(trigger > i32(Trigger.NONE), trigger, state.trigger)
+    state = state._replace(trigger=last, **learn(limits, state, signals, finite, spike, jump))
     if not limits.enabled:
         return state
-    lane_wait = jnp.where(large, _i32(limits.lane_hold_steps), _count_down(state.lane_wait))
+    lane_wait = jnp.where(large, i32(limits.lane_hold_steps), _count_down(state.lane_wait))
     return _move(limits, state._replace(lane_wait=lane_wait), trigger)
 
 
 def admitted(state: HealthState) -> Array:
     """bool[R]: whether the region may travel low-bit in the next step."""
-    return (state.state == _i32(Health.ADMITTED)) | (state.state == _i32(Health.PROBATION))
-
-
-def _f32(value: float) -> np.ndarray:
-    return np.asarray(min(value, _MAX_VALUE), np.float32)
-
-
-def _i32(value: int) -> np.ndarray:
-    return np.asarray(min(value, _MAX_COUNT), np.int32)
-
-
-def _count_up(count: Array) -> Array:
-    return jnp.minimum(count, _i32(_MAX_COUNT - 1)) + _i32(1)
+    return (state.state == i32(Health.ADMITTED)) | (state.state == i32(Health.PROBATION))
 
 
 def _count_down(count: Array) -> Array:
-    return jnp.maximum(count - _i32(1), _i32(0))
-
-
-def _is_finite(signals: Signals) -> Array:
-    gradients = jnp.all((signals.nonfinite == _i32(0)) & jnp.isfinite(signals.gradient_norm))
-    return gradients & (jnp.isfinite(signals.loss) | ~signals.has_loss)
-
-
-def _loss_reach(limits: HealthLimits, state: HealthState) -> Array:
-    """How far from its mean the loss may go before it counts as a spike."""
-    floor = jnp.maximum(jnp.abs(state.loss_mean) * _f32(_DEVIATION_FLOOR_RATIO), _f32(_DEVIATION_FLOOR))
-    return jnp.maximum(state.loss_deviation, floor) * _f32(limits.loss_spike_deviations)
-
-
-def _outliers(limits: HealthLimits, state: HealthState, signals: Signals) -> tuple[Array, Array]:
-    """(bool[], bool[R]): whether the loss spikes, and where the gradient norm jumps."""
-    spike = signals.loss > state.loss_mean + _loss_reach(limits, state)
-    spike &= (state.num_losses >= _i32(MIN_BASELINE_STEPS)) & signals.has_loss
-    jump = signals.gradient_norm > state.norm_mean * _f32(limits.norm_jump_ratio)
-    jump &= (state.num_steps >= _i32(MIN_BASELINE_STEPS)) & (state.norm_mean > _f32(0))
-    return spike, jump
-
-
-def _agrees_little(limits: HealthLimits, lanes_of: np.ndarray, agreement: Array) -> Array:
-    """bool[R]: whether the region's lanes that voted agree less than they must, on average."""
-    voted = lanes_of & (agreement >= _f32(0))
-    total = jnp.sum(jnp.where(voted, agreement, _f32(0)), 1)
-    return total < jnp.sum(voted, 1, dtype=jnp.float32) * _f32(limits.min_agreement)
-
-
-def _learn(
-    limits: HealthLimits,
-    state: HealthState,
-    signals: Signals,
-    finite: Array,
-    spike: Array,
-    jump: Array,
-) -> dict[str, Array]:
-    """The baselines after this step: a plain average at first, then an EMA; slow for outliers."""
-    heard = finite & signals.has_loss
-    num_steps, num_losses = _count_up(state.num_steps), _count_up(state.num_losses)
-    horizon = _i32(max(limits.smoothing_steps, 1))
-
-    reach = _loss_reach(limits, state)
-    shift = jnp.clip(signals.loss, -_f32(_MAX_VALUE), _f32(_MAX_VALUE)) - state.loss_mean
-    first = state.num_losses == _i32(0)
-    shift = jnp.where(first, shift, jnp.clip(shift, -reach, reach))
-    spread = jnp.where(first, _f32(0), jnp.abs(shift)) - state.loss_deviation
-    count = jnp.where(spike, horizon, jnp.minimum(num_losses, horizon)).astype(jnp.float32)
-
-    unseen = state.norm_mean <= _f32(0)  # frozen or zero-initialised: adopt the first norm
-    limit = jnp.where(unseen, _f32(_MAX_VALUE), state.norm_mean * _f32(limits.norm_jump_ratio))
-    norm = jnp.clip(signals.gradient_norm, _f32(0), jnp.minimum(limit, _f32(_MAX_VALUE)))
-    norm_count = jnp.where(jump, horizon, jnp.minimum(num_steps, horizon)).astype(jnp.float32)
-    norm_count = jnp.where(unseen, _f32(1), norm_count)
-    norm_mean = state.norm_mean + (norm - state.norm_mean) / norm_count
-    return dict(
-        loss_mean=jnp.where(heard, state.loss_mean + shift / count, state.loss_mean),
-        loss_deviation=jnp.where(heard, state.loss_deviation + spread / count, state.loss_deviation),
-        norm_mean=jnp.where(finite, norm_mean, state.norm_mean),
-        num_steps=jnp.where(finite, num_steps, state.num_steps),
-        num_losses=jnp.where(heard, num_losses, state.num_losses),
-    )
+    return jnp.maximum(count - i32(1), i32(0))
 
 
 def _move(limits: HealthLimits, state: HealthState, trigger: Array) -> HealthState:
     """Counts, trips and the new state of each region; `trigger` is this step's."""
-    warmup, on, fallback, probation, locked = (state.state == _i32(health) for health in Health)
-    unhealthy = (trigger > _i32(Trigger.NONE)) & (trigger < _i32(Trigger.RESIDUAL))
-    streak = jnp.where(unhealthy & ~warmup & ~locked, _count_up(state.streak), _i32(0))
+    warmup, on, fallback, probation, locked = (state.state == i32(health) for health in Health)
+    unhealthy = (trigger > i32(Trigger.NONE)) & (trigger < i32(Trigger.RESIDUAL))
+    streak = jnp.where(unhealthy & ~warmup & ~locked, count_up(state.streak), i32(0))
     first_cooldown = max(limits.cooldown_steps, limits.patience_steps, 1)
-    patience = jnp.where(fallback, _i32(first_cooldown), _i32(max(limits.patience_steps, 1)))
-    at_once = (on & (trigger == _i32(Trigger.NONFINITE))) | (probation & unhealthy)
+    patience = jnp.where(fallback, i32(first_cooldown), i32(max(limits.patience_steps, 1)))
+    at_once = (on & (trigger == i32(Trigger.NONFINITE))) | (probation & unhealthy)
     trip = at_once | (streak >= patience)
 
     trips = state.trips + trip.astype(jnp.int32)
-    lock = locked | (trips > _i32(limits.max_trips))
+    lock = locked | (trips > i32(limits.max_trips))
     waiting = (fallback | probation) & ~unhealthy
     wait = jnp.where(waiting, _count_down(state.wait), state.wait)
-    served = waiting & (wait == _i32(0))
+    served = waiting & (wait == i32(0))
     probe = served & fallback & (limits.probation_steps > 0)
-    begin = (served & ~probe) | (warmup & (state.num_steps >= _i32(limits.warmup_steps)))
+    begin = (served & ~probe) | (warmup & (state.num_steps >= i32(limits.warmup_steps)))
 
     def pick(on_lock: int, on_trip: Any, on_begin: int, on_probe: int, old: Array) -> Array:
-        value = jnp.where(probe, _i32(on_probe), jnp.where(begin, _i32(on_begin), old))
-        return jnp.where(lock, _i32(on_lock), jnp.where(trip, on_trip, value))
+        value = jnp.where(probe, i32(on_probe), jnp.where(begin, i32(on_begin), old))
+        return jnp.where(lock, i32(on_lock), jnp.where(trip, on_trip, value))
 
-    fall_back, probing = _i32(Health.FALLBACK), Health.PROBATION
+    fall_back, probing = i32(Health.FALLBACK), Health.PROBATION
     return state._replace(
         state=pick(Health.LOCKED, fall_back, Health.ADMITTED, probing, state.state),
         trips=trips,
-        streak=jnp.where(trip | begin, _i32(0), streak),
+        streak=jnp.where(trip | begin, i32(0), streak),
         wait=pick(0, state.cooldown, 0, limits.probation_steps, wait),
         cooldown=jnp.where(
-            trip, jnp.minimum(state.cooldown * _i32(2), _i32(MAX_COOLDOWN_STEPS)), state.cooldown
+            trip, jnp.minimum(state.cooldown * i32(2), i32(MAX_COOLDOWN_STEPS)), state.cooldown
         ),
     )
