@@ -2,36 +2,77 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import rich
+import tyro
 from rich import box, progress
+from rich.console import Console
 from rich.table import Table
 
 from experiments import runs
-from experiments.runs import Config, Policy, Run, Task
+from experiments.config import POLICIES, Config, Policy, check_files
+from experiments.paired import CONFIDENCE, difference
+from experiments.runs import Run, Task
 from nf_jax import Profile, cluster
+
+
+class Metric(NamedTuple):
+    """How a result is shown. Attributes: title; digits after the point; higher_is_better."""
+
+    title: str
+    digits: int
+    higher_is_better: bool
+
+
+METRICS = {
+    "test_accuracy": Metric("accuracy", 2, True),
+    "test_loss_per_byte": Metric("nats/byte", 4, False),
+}
+UNITS = {"test_accuracy": "test accuracy in %", "test_loss_per_byte": "held-out loss in nats per byte"}
 
 # =============================================================================================== job
 
 
+def main(
+    prog: str,
+    configs: Mapping[str, Callable[[], Config]],
+    tasks: Mapping[str, Callable[[Config], Task]],
+    args: Sequence[str] | None = None,
+) -> None:
+    """An experiment's command line: a config by name, its fields as flags; runs the job."""
+    choices = {name: (make.__doc__ or name, make()) for name, make in configs.items()}
+    config = tyro.extras.overridable_config_cli(choices, prog=prog, args=args)
+    try:
+        check_files(config)
+        task = tasks[config.task](config)
+        task = task._replace(load=functools.cache(task.load))
+        task.load()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    run_job(config, task)
+
+
 def remove_results(out: Path) -> None:
     """Deletes what an earlier job wrote, so that no folder mixes two."""
-    traces = [path for policy in runs.POLICIES for path in out.glob(f"{policy}-*/trace.jsonl")]
-    for path in [out / "summary.json", out / "curves.png", *traces]:
+    names = ("trace.jsonl", "run.json")
+    kept = [path for policy in POLICIES for name in names for path in out.glob(f"{policy}-*/{name}")]
+    for path in [out / "summary.json", out / "curves.png", *kept]:
         path.unlink(missing_ok=True)
 
 
 def describe_run(row: dict[str, Any]) -> str:
+    metric = METRICS[row["metric"]]
     return (
-        f"{row['policy']}, seed {row['seed']}: accuracy {row['value']:.2f} %, "
+        f"{row['policy']}, seed {row['seed']}: {metric.title} {row['value']:.{metric.digits}f}, "
         f"{row['wire_fraction']:.4f} of FP32's bytes, {row['trips']} trips, "
         f"{1000 * row['step_seconds_median']:.0f} ms a step"
     )
@@ -47,13 +88,17 @@ def run_job(config: Config, task: Task) -> list[dict[str, Any]]:
             done = run_policies(config, task, is_shown=False)
             return [run.row for own in done.values() for run in own]
         config.out.mkdir(parents=True, exist_ok=True)
-        remove_results(config.out)
+        if not config.resume:
+            remove_results(config.out)
         done = run_policies(config, task, is_shown=True)
         rows = [run.row for own in done.values() for run in own]
         (config.out / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
         plot_curves(config, done, config.out / "curves.png")
-        rich.print(make_table(config, rows))
-        rich.print(f"Wrote {config.out}/summary.json, curves.png and a trace.jsonl per run.")
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=120)  # a file or a pipe has no edge to cut tables at
+        console.print(make_table(config, rows))
+        console.print(f"Wrote {config.out}/summary.json, curves.png and a trace.jsonl per run.")
         return rows
 
 
@@ -81,31 +126,44 @@ def run_policies(config: Config, task: Task, is_shown: bool) -> dict[Policy, lis
 
 
 def make_table(config: Config, rows: Sequence[dict[str, Any]]) -> Table:
-    """One line per policy over its seeds."""
-    num_seeds = len(config.seeds)
+    """One line per policy over its seeds, and its difference to fp32."""
+    num_seeds, metric = len(config.seeds), METRICS[rows[0]["metric"]]
     table = Table(
-        title=f"{config.task}: test accuracy in %; {config.steps} steps, {config.devices} workers, "
+        title=f"{config.task}: {UNITS[rows[0]['metric']]}; {config.steps} steps, {config.devices} workers, "
         f"{num_seeds} seed(s)",
         caption=make_caption(config, rows),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("policy", no_wrap=True)
-    for name in ("accuracy", "min - max", "test loss", "wire/FP32", "trips", "steps/s"):
+    names = [metric.title, "min - max", "vs fp32 (bound)", "test loss", "wire/FP32", "trips", "steps/s"]
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
+    exact = [row["value"] for row in rows if row["policy"] == "fp32"]
     for policy in config.policies:
         own = [row for row in rows if row["policy"] == policy]
         values = [row["value"] for row in own]
+        show = lambda value, digits=metric.digits: f"{value:.{digits}f}"  # noqa: E731
         table.add_row(
             policy,
-            f"{statistics.mean(values):.2f}",
-            f"{min(values):.2f} - {max(values):.2f}",
+            show(statistics.mean(values)),
+            f"{show(min(values))} - {show(max(values))}",
+            show_difference(metric, values, exact) if exact and policy != "fp32" else "",
             f"{mean_of(own, 'test_loss'):.3f}",
             f"{mean_of(own, 'wire_fraction'):.4f}",
             str(sum(row["trips"] for row in own)),
             f"{1 / mean_of(own, 'step_seconds_median'):.1f}",
         )
     return table
+
+
+def show_difference(metric: Metric, own: Sequence[float], exact: Sequence[float]) -> str:
+    """The mean difference, and how bad it may be: the one-sided bound, where there are seeds to tell."""
+    found = difference(own, exact)
+    bound = found.low if metric.higher_is_better else found.high
+    text = f"{found.mean:+.{metric.digits}f}"
+    return f"{text} ({bound:+.{metric.digits}f})" if math.isfinite(bound) else text
 
 
 def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float:
@@ -117,6 +175,10 @@ def make_caption(config: Config, rows: Sequence[dict[str, Any]]) -> str:
     by_policy = {p: [row for row in rows if row["policy"] == p] for p in config.policies}
     exact = by_policy.pop("fp32", None)
     lines = [describe_gap(policy, own, exact) for policy, own in by_policy.items() if exact]
+    if exact and by_policy and len(exact) > 1:
+        lines.append(
+            f"In brackets: the worse end of a one-sided {CONFIDENCE:.0%} interval of the mean difference."
+        )
     target = Profile.load(config.profile).target if "guided" in by_policy else None
     if target and target.metric == by_policy["guided"][0]["metric"]:
         is_met = target.is_met(mean_of(by_policy["guided"], "value"))
@@ -130,32 +192,48 @@ def make_caption(config: Config, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def describe_gap(policy: str, own: Sequence[dict[str, Any]], exact: Sequence[dict[str, Any]]) -> str:
-    """One policy against fp32, seed by seed; by the design, under 1 point is noise."""
+    """One policy against fp32, seed by seed."""
     gaps = [a["value"] - b["value"] for a, b in zip(own, exact, strict=True)]
     gap = statistics.mean(gaps)
-    loss_ratio = mean_of(own, "test_loss") / mean_of(exact, "test_loss")
-    if not math.isfinite(loss_ratio) or gap <= -1.0:
-        verdict = "visibly worse than fp32"
-    elif loss_ratio > 1.5:
-        verdict = "accuracy does not suffer visibly on this easy task, the test loss does"
+    ratio = mean_of(own, "test_loss") / mean_of(exact, "test_loss")
+    metric = METRICS[own[0]["metric"]]
+    if metric.higher_is_better:
+        verdict, shown = judge_accuracy(gap, ratio), f"{gap:+.2f} points"
+        shown += f", by seed {min(gaps):+.2f} to {max(gaps):+.2f}; {ratio:.1f} x the test loss"
     else:
-        verdict = "no visible difference to fp32 on this task"
-    return (
-        f"{policy}: {verdict} ({gap:+.2f} points, by seed {min(gaps):+.2f} to {max(gaps):+.2f}; "
-        f"{loss_ratio:.1f} x the test loss) for 1/{1 / mean_of(own, 'wire_fraction'):.1f} of the bytes."
-    )
+        relative = [100 * gap / row["value"] for gap, row in zip(gaps, exact, strict=True)]
+        verdict = judge_loss(statistics.mean(relative))
+        shown = f"{statistics.mean(relative):+.2f} %"
+        shown += f", by seed {min(relative):+.2f} to {max(relative):+.2f}"
+    return f"{policy}: {verdict} ({shown}) for 1/{1 / mean_of(own, 'wire_fraction'):.1f} of the bytes."
+
+
+def judge_accuracy(gap: float, loss_ratio: float) -> str:
+    """By the design, under 1 point is noise."""
+    if not math.isfinite(loss_ratio) or gap <= -1.0:
+        return "visibly worse than fp32"
+    if loss_ratio > 1.5:
+        return "accuracy does not suffer visibly on this easy task, the test loss does"
+    return "no visible difference to fp32 on this task"
+
+
+def judge_loss(percent: float) -> str:
+    if not percent <= 1.0:
+        return "visibly worse than fp32"
+    return "within 1 % of fp32's loss" if percent > 0 else "no worse than fp32"
 
 
 STYLES = {  # Okabe and Ito's colours, told apart with every kind of sight; lines differ too
     "fp32": ("#000000", "-"),
     "bf16": ("#009E73", "-."),
     "static": ("#D55E00", "--"),
+    "static-ef": ("#CC79A7", "--"),
     "guided": ("#0072B2", "-"),
 }
 
 
 def plot_curves(config: Config, done: dict[Policy, list[Run]], path: Path) -> None:
-    """Test accuracy, training loss and bytes sent, over steps; bands span the seeds."""
+    """The result, training loss and bytes sent, over steps; bands span the seeds."""
     from matplotlib.figure import Figure  # slow to import, and not needed before
 
     figure = Figure(figsize=(13, 4), layout="constrained")
@@ -165,14 +243,15 @@ def plot_curves(config: Config, done: dict[Policy, list[Run]], path: Path) -> No
         for ax, (x, curves) in zip(axes, curves_of(own), strict=True):
             ax.fill_between(x, curves.min(0), curves.max(0), color=color, alpha=0.15, linewidth=0)
             ax.plot(x, curves.mean(0), line, color=color, label=policy, linewidth=1.8)
-    titles = ("test accuracy, %", "training loss, 15-step mean", "sent by one worker, MB")
+    metric = METRICS[done[config.policies[0]][0].row["metric"]]
+    titles = (f"test {metric.title}", "training loss, 15-step mean", "sent by one worker, MB")
     for ax, title in zip(axes, titles, strict=True):
         ax.set(title=title, xlabel="step")
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
     axes[1].set_yscale("log")
     axes[2].set_yscale("log")
-    axes[0].legend(loc="lower right", frameon=False)
+    axes[0].legend(loc="lower right" if metric.higher_is_better else "upper right", frameon=False)
     num_seeds = len(config.seeds)
     figure.suptitle(
         f"{config.task}, {config.devices} workers: mean of {num_seeds} seed(s), bands from worst to best"
@@ -181,13 +260,14 @@ def plot_curves(config: Config, done: dict[Policy, list[Run]], path: Path) -> No
 
 
 def curves_of(own: Sequence[Run]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(steps, curves [seed, step]) of test accuracy, smoothed training loss and cumulative MB."""
+    """(steps, curves [seed, step]) of the result, smoothed training loss and cumulative MB."""
     steps = own[0].steps
     every = np.arange(1, len(steps) + 1)
-    tested = [i for i, step in enumerate(steps) if "test_accuracy" in step]
+    metric = own[0].row["metric"]
+    tested = [i for i, step in enumerate(steps) if metric in step]
     width = min(15, len(steps))
-    accuracy = np.array([[run.steps[i]["test_accuracy"] for i in tested] for run in own])
+    results = np.array([[run.steps[i][metric] for i in tested] for run in own])
     losses = np.array([[step["train_loss"] for step in run.steps] for run in own])
     smooth = np.array([np.convolve(row, np.full(width, 1 / width), "valid") for row in losses])
     sent = np.array([[step["wire_bytes"] for step in run.steps] for run in own]).cumsum(1) / 1e6
-    return [(every[tested], accuracy), (every[width - 1 :], smooth), (every, sent)]
+    return [(every[tested], results), (every[width - 1 :], smooth), (every, sent)]

@@ -84,7 +84,7 @@ def record(config: Config) -> Path:
         policies=("guided",),
         seeds=(0,),
     )
-    jobs.run_job(job, vision.TASKS[job.task])
+    jobs.run_job(job, vision.TASKS[job.task](job))
     return job.out / "guided-0" / "trace.jsonl"
 
 

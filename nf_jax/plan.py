@@ -24,8 +24,9 @@ from nf_jax.stages import Substrate
 from nf_jax.telemetry import Lanes, Reason
 
 MAX_GROUPS = 16
-# A leaf whose shards are padded by more than this part of it stays exact: the pads would cost its gain.
-MAX_PAD_RATIO = 0.25
+# A leaf that would be padded with more than this many of its own size stays exact. At the limit a sign takes
+# two bits, a sixteenth of FP32, and a small network's early layers are no larger.
+MAX_PAD_RATIO = 1.0
 # Alike leaves up to this many elements are worked on as one array; larger ones would pay for the copy.
 MAX_STACKED_SIZE = 2**16
 _PACKABLE = ("float32", "bfloat16", "float16")

@@ -21,7 +21,7 @@ import optax
 import substrates
 
 import nf_jax
-from experiments import runs
+from experiments import config, runs
 from nf_jax import checkpoint, cluster, processes, training
 from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Phase, Profile, Region, Route
 from nf_jax.state import find_states
@@ -49,7 +49,7 @@ def profile_of(name: str = "every_route") -> Profile:
 
 def make_init(num_workers: int) -> Any:
     """A jitted function that makes a fresh state."""
-    aggregate = nf_jax.aggregate_gradients(profile_of(), axis=runs.AXIS, num_workers=num_workers)
+    aggregate = nf_jax.aggregate_gradients(profile_of(), axis=config.AXIS, num_workers=num_workers)
     tx = optax.chain(aggregate, optax.sgd(1.0))
 
     @jax.jit

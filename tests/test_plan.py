@@ -82,8 +82,8 @@ def test_an_empty_tree_has_an_empty_plan():
 
 
 def test_a_leaf_that_is_mostly_pads_stays_exact():
-    # 8 shards of 512 elements hold 4096: 4095 and 3277 fit well enough, 3276 has 820 pads.
-    tree = {"good": array(4095), "last": array(3277), "bad": array(3276)}
+    # 8 shards of 512 elements hold 4096: with 2048 elements as many are pads, with fewer more.
+    tree = {"good": array(4095), "last": array(2048), "bad": array(2047)}
     assert packed(make_plan(Profile.static(SIGN), tree, 8)) == {"good", "last"}
 
 

@@ -12,12 +12,13 @@ import pytest
 import substrates
 
 import nf_jax
-from experiments import jobs, runs, vision
+from experiments import batches, jobs, vision
 from nf_jax import trace
 
 jax.devices()  # the suite's eight, before a job asks for fewer
 
 COLUMNS = [
+    "workload",
     "policy",
     "seed",
     "num_workers",
@@ -55,9 +56,9 @@ def row_of(policy: str, value: float, test_loss: float) -> dict:
 
 
 def shipped_plan() -> nf_jax.Plan:
-    task = vision.TASKS["digits"]
+    task = vision.TASKS["digits"](vision.digits())
     train, _ = task.load()
-    shapes = jax.eval_shape(lambda: task.init(jax.random.key(0), train))
+    shapes, _ = jax.eval_shape(lambda: task.init(jax.random.key(0), train))
     return nf_jax.plan(nf_jax.Profile.load(vision.digits().profile), shapes, num_workers=8)
 
 
@@ -91,7 +92,7 @@ def test_a_job_writes_its_files_and_prints_one_table(tmp_path, capsys):
 @pytest.mark.usefixtures("loose_promotion")
 def test_shard_map_sends_the_same_bytes_as_pmap_and_an_earlier_jobs_traces_go(tmp_path, monkeypatch):
     small = vision.classification(vision.load_digits, vision.MLP((16,), num_classes=10))
-    monkeypatch.setitem(vision.TASKS, "digits", small)
+    monkeypatch.setitem(vision.TASKS, "digits", lambda _: small)
     old = tmp_path / "static-7" / "trace.jsonl"
     kept = tmp_path / "notes-1" / "trace.jsonl"
     for path in (old, kept):
@@ -134,8 +135,8 @@ def test_all_policies_see_the_same_examples_and_every_epoch_sees_all():
     train, test = vision.load_digits()
     assert len(train.labels) + len(test.labels) == 1797
     size = len(train.labels)
-    whole = [batch.labels for batch in runs.batches(train, 2, (size,), seed=3)]
-    again = [batch.labels for batch in runs.batches(train, 2, (size,), seed=3)]
+    whole = [batch.labels for batch in batches.batches(train, 2, (size,), seed=3)]
+    again = [batch.labels for batch in batches.batches(train, 2, (size,), seed=3)]
     np.testing.assert_array_equal(whole, again)
     for labels in whole:
         np.testing.assert_array_equal(np.sort(labels), np.sort(train.labels))
@@ -143,8 +144,8 @@ def test_all_policies_see_the_same_examples_and_every_epoch_sees_all():
 
 def test_processes_share_the_batches_that_one_process_would_see():
     train, _ = vision.load_digits()
-    whole = list(runs.batches(train, 3, (4, 5), seed=0))
-    parts = [runs.batches(train, 3, (4, 5), seed=0, rows=rows) for rows in ([0, 1], [2, 3])]
+    whole = list(batches.batches(train, 3, (4, 5), seed=0))
+    parts = [batches.batches(train, 3, (4, 5), seed=0, rows=rows) for rows in ([0, 1], [2, 3])]
     for expected, *shares in zip(whole, *parts, strict=True):
         for name in ("inputs", "labels"):
             joint = np.concatenate([getattr(share, name) for share in shares])
@@ -154,7 +155,8 @@ def test_processes_share_the_batches_that_one_process_would_see():
 SMALL_JOB = """
 import sys
 from experiments import vision
-vision.TASKS["digits"] = vision.classification(vision.load_digits, vision.MLP((128,), num_classes=10))
+small = vision.classification(vision.load_digits, vision.MLP((128,), num_classes=10))
+vision.TASKS["digits"] = lambda _: small
 vision.main(sys.argv[1:])
 """
 
@@ -165,7 +167,7 @@ def test_two_processes_give_the_summary_of_one(tmp_path, monkeypatch):
     several = ["--distributed", "--start-timeout-seconds", "60"]
     process_groups.run(2, "-c", SMALL_JOB, *args, str(tmp_path / "two"), *several)
     small = vision.classification(vision.load_digits, vision.MLP((128,), num_classes=10))
-    monkeypatch.setitem(vision.TASKS, "digits", small)
+    monkeypatch.setitem(vision.TASKS, "digits", lambda _: small)
     vision.main([*args, str(tmp_path / "one")])
     one, two = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
     for (row,) in (one, two):
