@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 import tyro
 
@@ -162,4 +163,9 @@ def learning_rates(config: Config) -> optax.Schedule:
     if config.trouble != "learning_rate":
         return schedule
     start, stop = config.troubled.start, config.troubled.stop
-    return lambda step: schedule(step) * (1 + (TROUBLE_FACTOR - 1) * ((step >= start) & (step < stop)))
+
+    def struck(step: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+        is_struck = (jnp.asarray(step) >= start) & (jnp.asarray(step) < stop)
+        return schedule(step) * jnp.where(is_struck, TROUBLE_FACTOR, 1.0)
+
+    return struck

@@ -227,7 +227,7 @@ def train_steps(
         }
         if number in due:
             params, model_state = jax.tree.map(mapped.local, (state.params, state.model_state))
-            record |= test_scores(task, program, params, model_state, test)
+            record |= test_scores(task, program.evaluate, params, model_state, test)
         yield jax.device_get(nf_jax.step_info(state.opt_state)), record
 
 
@@ -242,9 +242,11 @@ def worker_batches(config: Config, task: Task, train: Any, seed: int) -> Iterato
     return data
 
 
-def test_scores(task: Task, program: Program, params: Any, model_state: Any, test: Any) -> dict[str, float]:
+def test_scores(
+    task: Task, evaluate: Callable[..., dict[str, jax.Array]], params: Any, model_state: Any, test: Any
+) -> dict[str, float]:
     """Means over all test examples."""
-    parts = [(n, program.evaluate(params, model_state, part)) for n, part in chunks(test, task.test_size)]
+    parts = [(n, evaluate(params, model_state, part)) for n, part in chunks(test, task.test_size)]
     total = sum(count for count, _ in parts)
     return {
         f"test_{name}": sum(count * float(scores[name]) for count, scores in parts) / total

@@ -1,0 +1,168 @@
+"""The engine of the experiments: image tasks with batch norm, trouble, runs that are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import batches, runs, vision
+from experiments.config import Config, learning_rates
+from experiments.data import SETS, Images
+from experiments.runs import Task
+
+jax.devices()  # the suite's eight, before a job asks for fewer
+
+
+@pytest.fixture(autouse=True)
+def loose_promotion():
+    """The suite is strict, but optax raises a float to an integer count."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def write_images(data: Path, num: int = 40) -> None:
+    """A folder in CIFAR-10's format: every class is one brightness, so that a network learns it at once."""
+    rng = np.random.default_rng(0)
+    for file in SETS["cifar10"].files:
+        labels = rng.integers(0, 10, num).astype(np.uint8)
+        pixels = np.repeat((labels * 25)[:, None], 3072, axis=1)
+        path = data / "cifar10" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(np.concatenate([labels[:, None], pixels.astype(np.uint8)], 1).tobytes())
+
+
+def tiny(**changes: object) -> Config:
+    few = {"steps": 4, "warmup_steps": 1, "per_worker_batch": 4, "devices": 2, "num_evaluations": 2}
+    return dataclasses.replace(vision.cifar10(), seeds=(0,), last_evaluations=2, **{**few, **changes})
+
+
+def toy_task(count: list[int]) -> Task:
+    """Digits by a small network; counts how often the step was traced."""
+    small = vision.classification(vision.load_digits, vision.MLP((16,), num_classes=10))
+
+    def loss_fn(params: object, batch: object) -> object:
+        count[0] += 1
+        return small.loss_fn(params, batch)
+
+    return small._replace(loss_fn=loss_fn)
+
+
+def ignore(text: str) -> None:
+    del text
+
+
+def test_an_image_job_trains_tests_and_counts_batch_norms_bytes(tmp_path):
+    write_images(tmp_path / "data")
+    config = tiny(policies=("fp32",), data=tmp_path / "data", out=tmp_path / "out")
+    task = vision.TASKS["cifar10"](config)
+    (run,) = runs.run_policy(config, task, "fp32", ignore)
+    assert [("test_accuracy" in step) for step in run.steps] == [False, True, False, True]
+    last = [step["test_accuracy"] for step in run.steps if "test_accuracy" in step]
+    assert run.row["value"] == pytest.approx(np.mean(last))
+    assert run.row["metric"] == "test_accuracy" and run.row["workload"] == "cifar10"
+    params, batch_stats = jax.eval_shape(lambda: task.init(jax.random.key(0), task.load()[0]))
+    num_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves((params, batch_stats)))
+    # An all-reduce between two workers sends each of them its own size once.
+    assert run.row["fp32_bytes"] == 4 * num_bytes
+
+
+def test_the_whole_test_set_counts_alike_however_it_is_cut(tmp_path):
+    write_images(tmp_path / "data")
+    config = tiny(data=tmp_path / "data", policies=("fp32",), out=tmp_path / "out")
+    task = vision.TASKS["cifar10"](config)
+    train, test = task.load()
+    params, batch_stats = task.init(jax.random.key(0), train)
+    whole, cut = (
+        runs.test_scores(task._replace(test_size=size), task.test_fn, params, batch_stats, test)
+        for size in (40, 17)
+    )
+    assert whole.keys() == {"test_loss", "test_accuracy"}
+    for name, value in whole.items():
+        assert cut[name] == pytest.approx(value, rel=1e-5)
+
+
+def test_crops_and_flips_keep_the_image_and_depend_on_the_generator_alone():
+    rng = np.random.default_rng(0)
+    examples = Images(rng.integers(1, 255, (16, 32, 32, 3)).astype(np.uint8), np.arange(16, dtype=np.int32))
+    first, again, other = (vision.crop_and_flip(np.random.default_rng(s), examples) for s in (1, 1, 2))
+    np.testing.assert_array_equal(first.images, again.images)
+    assert (first.images != other.images).any() and (first.labels == examples.labels).all()
+    for before, after in zip(examples.images, first.images, strict=True):
+        # The middle of the crop is in the original, mirrored or not.
+        core = after[8:24, 8:24]
+        views = [before, before[:, ::-1]]
+        assert any(
+            (view[8 + dy : 24 + dy, 8 + dx : 24 + dx] == core).all()
+            for view in views
+            for dy in range(-4, 5)
+            for dx in range(-4, 5)
+        )
+
+
+@pytest.mark.parametrize("steps", [10, 100])
+def test_trouble_strikes_from_the_middle_for_twenty_steps(steps):
+    calm, struck = (
+        dataclasses.replace(vision.digits(), steps=steps, trouble=trouble)
+        for trouble in ("none", "learning_rate")
+    )
+    before, after = learning_rates(calm), learning_rates(struck)
+    factors = [float(np.divide(after(step), before(step))) for step in range(steps)]
+    expected = [10.0 if steps // 2 <= step < steps // 2 + 20 else 1.0 for step in range(steps)]
+    assert factors == pytest.approx(expected)
+
+
+def test_shuffled_labels_strike_every_process_alike_and_nothing_else():
+    config = dataclasses.replace(vision.digits(), steps=60, trouble="labels", devices=4)
+    calm = dataclasses.replace(config, trouble="none")
+    task = vision.TASKS["digits"](config)
+    train, _ = task.load()
+    pairs = zip(
+        runs.worker_batches(config, task, train, 0), runs.worker_batches(calm, task, train, 0), strict=True
+    )
+    struck = []
+    for step, (now, then) in enumerate(pairs):
+        np.testing.assert_array_equal(now.inputs, then.inputs)
+        np.testing.assert_array_equal(np.sort(now.labels), np.sort(then.labels))
+        if (now.labels != then.labels).any():
+            struck.append(step)
+    assert struck == list(range(30, 50))
+
+    def shuffled(rows: list[int]) -> np.ndarray:
+        data = batches.batches(train, 2, (4, 16), 0, rows)
+        return np.stack([b.labels for b in batches.changed(data, vision.spoil_labels, None, 0, rows)])
+
+    joint = np.concatenate([shuffled([0, 1]), shuffled([2, 3])], axis=1)
+    np.testing.assert_array_equal(joint, shuffled([0, 1, 2, 3]))
+
+
+def test_a_resumed_job_keeps_its_finished_runs_and_trains_the_others(tmp_path):
+    traced = [0]
+    config = dataclasses.replace(
+        vision.digits(), steps=3, devices=2, num_evaluations=1, seeds=(0,), out=tmp_path
+    )
+    (first,) = runs.run_policy(config, toy_task(traced), "fp32", ignore)
+    again = dataclasses.replace(config, resume=True, seeds=(0, 1))
+    before, ticks = traced[0], []
+    kept, new = runs.run_policy(again, toy_task(traced), "fp32", ticks.append)
+    assert kept == first and new.row["seed"] == 1
+    assert traced[0] > before  # only for the second seed
+    assert len(ticks) == 6
+    other = dataclasses.replace(again, learning_rate=0.5)
+    with pytest.raises(ValueError, match=r"resume: expected .* of this config"):
+        list(runs.run_policy(other, toy_task(traced), "fp32", ignore))
+    path = tmp_path / "fp32-0" / "run.json"
+    assert json.loads(path.read_text())["row"] == first.row
+
+
+def test_several_processes_do_not_resume():
+    from experiments.config import check_files
+    from nf_jax.cluster import Cluster
+
+    config = dataclasses.replace(vision.digits(), resume=True, cluster=Cluster(distributed=True))
+    with pytest.raises(ValueError, match="resume: expected a job of one process"):
+        check_files(config)
