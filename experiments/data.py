@@ -20,7 +20,7 @@ PIXELS = 3 * SIDE * SIDE
 
 
 class DataSet(NamedTuple):
-    """Attributes: source: what to get, and from where; files: what its folder must hold."""
+    """Attributes: source: what to get, and from where; files: what its folder must hold (`*`: anything)."""
 
     source: str
     files: tuple[str, ...]
@@ -30,7 +30,7 @@ CIFAR10_FILES = tuple(
     f"cifar-10-batches-bin/{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 )
 CIFAR100_FILES = ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin")
-PRETRAINED_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+PRETRAINED_FILES = ("config.json", "model*.safetensors", "tokenizer.json")  # weights in one file or several
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 HUB = "https://huggingface.co"
 
@@ -74,7 +74,7 @@ def find_data(name: str, data: Path | None = None) -> Path:
         raise ValueError(f"data: expected one of {', '.join(SETS)}, got {name!r}")
     root = data or Path(os.environ.get("NF_DATA") or "~/.cache/nf_jax_data")
     folder, wanted = root.expanduser() / name, SETS[name]
-    missing = [file for file in wanted.files if not (folder / file).is_file()]
+    missing = [file for file in wanted.files if not any(folder.glob(file))]
     if missing:
         raise ValueError(
             f"{name}: no {missing[0]} in {folder}; get {wanted.source} and put "

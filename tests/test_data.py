@@ -108,7 +108,7 @@ def test_a_set_is_found_where_the_option_or_else_the_environment_says(tmp_path, 
 
 @pytest.mark.parametrize("name", data.SETS)
 def test_what_is_missing_is_one_line_with_its_source_and_its_place(name, tmp_path):
-    files = data.SETS[name].files
+    files = [file.replace("*", "-00001") for file in data.SETS[name].files]
     for file in files[:-1]:
         (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name / file).touch()
