@@ -179,12 +179,15 @@ LAYER_NAMES = {
 
 def read_neox_config(config: Mapping[str, Any]) -> NeoXConfig:
     """From config.json of a GPT-NeoX, old (rotary_pct) or new (rope_parameters)."""
-    pretrained.check_config(config, use_parallel_residual=True, tie_word_embeddings=False)
+    pretrained.check_config(
+        config, use_parallel_residual=True, tie_word_embeddings=False, attention_bias=True, rope_scaling=None
+    )
     rotary = {
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
         "rope_theta": config.get("rotary_emb_base", 10000),
         **(config.get("rope_parameters") or {}),
     }
+    pretrained.check_config(rotary, rope_type="default")
     return NeoXConfig(
         config["num_hidden_layers"],
         config["hidden_size"],

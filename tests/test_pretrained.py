@@ -117,11 +117,20 @@ def test_a_classifier_of_other_classes_is_refused():
         bert.load_bert(BERT, 2)
 
 
-@pytest.mark.parametrize(("name", "value"), [("use_parallel_residual", False), ("tie_word_embeddings", True)])
-def test_a_decoder_that_is_built_otherwise_is_refused(name, value, tmp_path):
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"use_parallel_residual": False}, "use_parallel_residual to be True, got False"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings to be False, got True"),
+        ({"attention_bias": False}, "attention_bias to be True, got False"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling to be None, got"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type to be 'default', got 'yarn'"),
+    ],
+)
+def test_a_decoder_that_is_built_otherwise_is_refused(fields, said, tmp_path):
     folder = Path(shutil.copytree(FOLDERS / "gpt_neox", tmp_path / "gpt_neox"))
-    change_config(folder, **{name: value})
-    with pytest.raises(ValueError, match=f"expected {name} to be {not value}, got {value}"):
+    change_config(folder, **fields)
+    with pytest.raises(ValueError, match=said):
         gpt_neox.load_neox(folder)
 
 
