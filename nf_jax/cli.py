@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from rich import progress
 from rich.console import Console
 
 from nf_jax import cluster, costs_report, replay_report, report, substrate
+from nf_jax.arguments import check_writable, find_function
+from nf_jax.calibrate_command import Calibrate, calibrate_job
 from nf_jax.columns import read_columns
 from nf_jax.endpoint import Endpoint
 from nf_jax.plan import model_shapes, plan
@@ -163,7 +164,7 @@ def validate(command: Validate, console: Console) -> None:
 def probe(command: Probe, console: Console) -> None:
     if command.devices < 1:
         raise ValueError(f"devices: expected at least 1, got {command.devices}")
-    _check_writable(command.out)
+    check_writable(command.out)
     columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
     with cluster.joined(command.cluster, command.devices):
         first = cluster.is_first()
@@ -190,7 +191,7 @@ def replay_run(command: Replay, console: Console) -> None:
             "nothing would take time"
         )
     for path in (command.write_profile, command.out and command.out / "summary.json"):
-        _check_writable(path)
+        check_writable(path)
     case = make_case(
         read_columns(command.trace),
         None if command.substrate is None else Substrate.load(command.substrate),
@@ -233,15 +234,6 @@ def report_run(command: Report, console: Console) -> None:
             console.print(f"  drawn: {path.with_suffix('.png')}", highlight=False)
 
 
-def _check_writable(path: Path | None) -> None:
-    """Raises before the work rather than after it."""
-    if path is None:
-        return
-    folder = next(parent for parent in path.parents if parent.exists())
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{path}: expected a file that can be written")
-
-
 def _shapes_of(profile: Profile) -> Any:
     if profile.model is None:
         raise ValueError(
@@ -252,9 +244,9 @@ def _shapes_of(profile: Profile) -> Any:
 
 
 def _call(spec: str) -> Any:
-    module, _, function = spec.partition(":")
+    _, function = find_function(spec, "--params")
     try:
-        return jax.eval_shape(getattr(importlib.import_module(module), function))
+        return jax.eval_shape(function)
     except Exception as error:  # whatever the user's function raises
         raise ValueError(f"--params {spec}: expected MODULE:FUNCTION, cannot call it: {error}") from error
 
@@ -265,6 +257,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, Console], None]]] = {
     "probe": (Probe, probe),
     "report": (Report, report_run),
     "replay": (Replay, replay_run),
+    "calibrate": (Calibrate, calibrate_job),
 }
 
 if __name__ == "__main__":

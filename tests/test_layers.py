@@ -18,6 +18,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "codecs": (0, set()),
     "telemetry": (0, set()),
     "ending": (0, set()),
+    "arguments": (0, set()),
     "cluster": (1, {"ending"}),
     "endpoint": (1, {"checks"}),
     "segments": (1, {"codecs"}),
@@ -108,11 +109,12 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
         8,
         {"profile", "job", "columns", "thresholds", "space", "search", "replay", "lab", "shortlist"},
     ),
-    "calibrate_report": (11, {"job", "space", "lab", "calibrate", "report"}),
+    "calibrate_report": (11, {"job", "space", "lab", "shortlist", "calibrate", "report"}),
     "replay_report": (11, {"columns", "profile", "telemetry", "replay", "sweep", "report"}),
     "costs_report": (11, {"profile", "telemetry", "stages", "costs", "plan", "report"}),
-    "cli": (12, None),
-    "__init__": (12, None),
+    "calibrate_command": (12, {"arguments", "lab", "calibrate", "calibrate_report"}),
+    "cli": (13, None),
+    "__init__": (13, None),
 }
 
 # The only import inside a row: the profile's schema stands on the checks that any file needs.
