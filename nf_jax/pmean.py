@@ -33,6 +33,19 @@ class Memory(NamedTuple):
     server_residual: dict[str, Array]
 
 
+def init_memory(plan: Plan) -> Memory:
+    """One worker's view of a memory in which everything has been sent."""
+    residual, server = {}, {}
+    for group in plan.groups:
+        dtype = jnp.dtype(group.codec.residual_dtype)
+        for leaf, segment in zip(group.leaves, group.segments, strict=True):
+            if group.keeps_residual:
+                residual[plan.paths[leaf]] = jnp.zeros((1, *plan.residual_shape(leaf, segment)), dtype)
+            if group.keeps_server_residual:
+                server[plan.paths[leaf]] = jnp.zeros((1, segment.shard_size), jnp.float32)
+    return Memory(residual, server)
+
+
 class Result(NamedTuple):
     """What `average` returns.
 

@@ -16,7 +16,7 @@ from nf_jax import capacity, health
 from nf_jax.collectives import AxisName
 from nf_jax.pmean import Memory
 from nf_jax.regions import path_string
-from nf_jax.telemetry import StepInfo
+from nf_jax.telemetry import ShadowInfo, StepInfo
 
 
 @jax.tree_util.register_static
@@ -27,11 +27,26 @@ class Layout:
     fingerprint: str
 
 
+class ShadowState(NamedTuple):
+    """What a shadow run carries beside: nothing of it reaches the updates.
+
+    Attributes:
+      memory: residuals of every candidate; differ between workers.
+      info: what the last step measured; the same on all workers.
+      layout: the shadow plan it was made for; static.
+    """
+
+    memory: tuple[Memory, ...]
+    info: ShadowInfo
+    layout: Layout
+
+
 class AggregateState(NamedTuple):
     """What `aggregate_gradients` carries from step to step. `init` returns one worker's view.
 
     Attributes:
-      step: `int32[]`, steps taken; the same on all workers, as is everything but `memory`.
+      step: `int32[]`, steps taken; the same on all workers, as is everything but `memory` and the
+        shadow's.
       pending: `bool[G]`, groups whose residuals the next exact step settles.
       memory: residuals, `[1, *shape]` and `[1, shard_size]`: the leading dimension is the worker's own, so
         that `shard_map` can lay them out under `P(axis)`; differ between workers.
@@ -40,6 +55,7 @@ class AggregateState(NamedTuple):
       info: what the last step did, and the routes of the next one.
       num_workers: `int32[]`, what the state was made for.
       layout: the plan it was made for; static.
+      shadow: what candidates would have built up; None without shadow mode.
     """
 
     step: Array
@@ -50,6 +66,7 @@ class AggregateState(NamedTuple):
     info: StepInfo
     num_workers: Array
     layout: Layout
+    shadow: ShadowState | None = None
 
 
 def step_info(state: Any) -> StepInfo:
@@ -72,10 +89,47 @@ def step_info(state: Any) -> StepInfo:
       >>> int(nf_jax.step_info(tx.init({"kernel": jax.numpy.ones(4)})).step)
       -1
     """
+    aggregate = _only_state(state, "step_info")
+    if aggregate.step.ndim:
+        return jax.tree.map(_first_worker, aggregate.info)
+    return aggregate.info
+
+
+def shadow_info(state: Any) -> ShadowInfo:
+    """What candidates would have done in the last step (`aggregate_gradients(..., shadow=True)`).
+
+    Args:
+      state: as `step_info` takes it.
+
+    Returns:
+      The `ShadowInfo`; `info.step` is -1 before the first step.
+
+    Raises:
+      ValueError: as `step_info`, or the state was made without shadow mode.
+
+    Example:
+      >>> import jax, optax, nf_jax
+      >>> tx = nf_jax.aggregate_gradients(
+      ...     nf_jax.Profile.static("FP32"), axis="batch", num_workers=8, shadow=True
+      ... )
+      >>> nf_jax.shadow_info(tx.init({"kernel": jax.numpy.ones((64, 64))})).cosine.shape
+      (5, 1)
+    """
+    aggregate = _only_state(state, "shadow_info")
+    if aggregate.shadow is None:
+        raise ValueError(
+            "shadow_info: expected a state of aggregate_gradients(..., shadow=True), got one without shadow"
+        )
+    if aggregate.step.ndim:
+        return jax.tree.map(_first_worker, aggregate.shadow.info)
+    return aggregate.shadow.info
+
+
+def _only_state(state: Any, asked: str) -> AggregateState:
     found = find_states(state)
     if len(found) != 1:
         raise ValueError(
-            "step_info: expected a state with one aggregate_gradients in it, got "
+            f"{asked}: expected a state with one aggregate_gradients in it, got "
             + (
                 f"{len(found)}, at {', '.join(path for path, _ in found)}; pass one of them"
                 if found
@@ -85,9 +139,7 @@ def step_info(state: Any) -> StepInfo:
         )
     ((path, aggregate),) = found
     check_layout(path, aggregate)
-    if aggregate.step.ndim:
-        return jax.tree.map(_first_worker, aggregate.info)
-    return aggregate.info
+    return aggregate
 
 
 def state_spec(state: Any, axis: AxisName) -> Any:
@@ -112,8 +164,10 @@ def state_spec(state: Any, axis: AxisName) -> Any:
         if not isinstance(node, AggregateState):
             return PartitionSpec()
         replicated = jax.tree.map(lambda _: PartitionSpec(), node)
-        split = jax.tree.map(lambda _: PartitionSpec(axis), node.memory)
-        return replicated._replace(memory=split)
+        split = jax.tree.map(lambda _: PartitionSpec(axis), own_part(node))
+        if replicated.shadow is None:
+            return replicated._replace(memory=split[0])
+        return replicated._replace(memory=split[0], shadow=replicated.shadow._replace(memory=split[1:]))
 
     return jax.tree.map(spec_of, state, is_leaf=_is_aggregate)
 
@@ -162,10 +216,15 @@ def find_states(tree: Any) -> list[tuple[str, AggregateState]]:
     return [(path_string(path) or "<root>", node) for path, node in nodes if _is_aggregate(node)]
 
 
+def own_part(state: AggregateState) -> tuple[Memory, ...]:
+    """What differs between workers: the memory, and the shadow's."""
+    return (state.memory, *(state.shadow.memory if state.shadow is not None else ()))
+
+
 def check_layout(path: str, state: AggregateState) -> None:
     """Raises if the per-worker part was laid out as replicated: other workers' residuals would be lost."""
     stacked = state.step.ndim
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(state.memory)}
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(own_part(state))}
     if not sizes or any(isinstance(x, Tracer) for x in (state.step, state.num_workers)):
         return
     num_workers, step = (int(np.max(np.asarray(_local(x)))) for x in (state.num_workers, state.step))

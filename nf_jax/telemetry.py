@@ -1,4 +1,7 @@
-"""What a step measures (`Signals`), why lanes go where they go (`Reason`), what it reports (`StepInfo`)."""
+"""What a step measures (`Signals`), why lanes go where they go (`Reason`), what it reports (`StepInfo`).
+
+`ShadowInfo` is what a shadow run reports beside it.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,30 @@ class Lanes(NamedTuple):
     num_elements: tuple[int, ...]
     wire_bytes: tuple[tuple[int, int, int, int], ...]
     pays: tuple[tuple[bool, bool, bool, bool], ...] = ()
+
+
+class ShadowInfo(NamedTuple):
+    """What candidates would have done in one step; every measure is `f32[C, n]`, the same on all workers.
+
+    C candidates, n leaves in the order of the flattened tree. NaN throughout where the step's gradients are
+    not finite. A leaf that can only travel exactly has 1, 0, 1, 0.
+
+    Attributes:
+      step: int32[], the step that this describes.
+      cosine: between the mean as the candidate would give it and the true mean, -1 to 1.
+      relative_error: norm of their difference over the norm of the true mean. It counts what error feedback
+        repays from earlier steps, so values about 1 are usual for signs and no harm by themselves.
+      sign_agreement: share of the true mean's elements that are not zero which keep their sign; an element
+        that comes back as zero counts half.
+      residual_ratio: norm of what the workers have not sent yet (RMS over workers) over the norm of the true
+        mean: by about how many steps the candidate lags behind.
+    """
+
+    step: Array
+    cosine: Array
+    relative_error: Array
+    sign_agreement: Array
+    residual_ratio: Array
 
 
 class Signals(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from nf_jax.telemetry import Lanes, Reason, Signals, StepInfo
 
 TRACE_VERSION = 1
-_MAX_HEADER_BYTES = 64 * 2**20
+MAX_HEADER_BYTES = 64 * 2**20
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NONFINITE_WORDS = (b'"NaN"', b'Infinity"')
 
@@ -92,7 +92,7 @@ class TraceWriter:
         self.close()
 
     def _put(self, record: Mapping[str, Any]) -> None:
-        self._stream.write(_dumps(record))
+        self._stream.write(dump_line(record))
         self._stream.flush()
 
 
@@ -163,14 +163,14 @@ def open_trace(path: str | os.PathLike[str]) -> IO[bytes]:
 
 def read_head(stream: IO[bytes], path: object) -> tuple[dict[str, Any], Lanes]:
     """The header and its lanes, from the first line."""
-    header = _check_header(_parse(stream.readline(_MAX_HEADER_BYTES)), path)
+    header = _check_header(parse_line(stream.readline(MAX_HEADER_BYTES)), path)
     return header, _lanes_from_header(header, path)
 
 
 def read_records(lines: Iterable[bytes], num_lanes: int, path: object) -> Iterator[dict[str, Any] | None]:
     """The steps of a trace, after its header; None at the end where the last line is torn."""
     for number, line in enumerate(lines, start=2):
-        record = _parse(line)
+        record = parse_line(line)
         if record is None and not line.endswith(b"\n"):
             yield None
             return
@@ -205,11 +205,12 @@ def _decode(value: Any) -> Any:
     return {key: _decode(item) for key, item in value.items()} if type(value) is dict else value
 
 
-def _dumps(record: Mapping[str, Any]) -> str:
+def dump_line(record: Mapping[str, Any]) -> str:
+    """One line of JSON, NaN and infinities spelled as strings."""
     return json.dumps(_encode(record), allow_nan=False, separators=(",", ":")) + "\n"
 
 
-def _parse(line: bytes) -> Any:
+def parse_line(line: bytes) -> Any:
     """The line's value, or None where it is not JSON."""
     try:
         value = json.loads(line)
@@ -274,7 +275,7 @@ def _check_step(record: Any, num_lanes: int, where: str) -> dict[str, Any]:
 def _cut(path: Path, head: dict[str, Any], resume_step: int) -> None:
     """Keeps the steps before `resume_step`, in a file that is replaced as a whole."""
     old = read_trace(path)
-    new = json.loads(_dumps(head))
+    new = json.loads(dump_line(head))
     if changed := [key for key in ("profile", "lanes") if old.header[key] != _decode(new[key])]:
         raise ValueError(
             f"{path}: expected a trace of the same run, but its {' and '.join(changed)} differ; "
@@ -282,5 +283,5 @@ def _cut(path: Path, head: dict[str, Any], resume_step: int) -> None:
         )
     kept = [old.header, *(record for record in old.steps if record["step"] < resume_step)]
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text("".join(map(_dumps, kept)), encoding="ascii", newline="\n")
+    temporary.write_text("".join(map(dump_line, kept)), encoding="ascii", newline="\n")
     os.replace(temporary, path)

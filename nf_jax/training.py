@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nf_jax import collectives
 from nf_jax.collectives import AxisName
-from nf_jax.state import find_states, shard_state, state_spec
+from nf_jax.state import find_states, own_part, shard_state, state_spec
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> loss` or `-> (loss, metrics)`: `f32[]` means over this worker's batch.
@@ -370,7 +370,7 @@ def _mean_of_finite(new: Any, old: Any, axis: AxisName) -> Any:
 
 def _check_global(state: Any, batch: Any, num_workers: int) -> None:
     for path, aggregate in find_states(state):
-        sizes = {leaf.shape[0] for leaf in jax.tree.leaves(aggregate.memory)}
+        sizes = {leaf.shape[0] for leaf in jax.tree.leaves(own_part(aggregate))}
         if aggregate.step.ndim or sizes - {num_workers}:
             raise ValueError(
                 f"shard_map_step: expected the state at {path} to hold residuals of {num_workers} "

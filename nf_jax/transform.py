@@ -6,6 +6,7 @@ health, capacity -> the routes of the next step. NEURON-Fabric: arXiv 2606.25759
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,14 @@ import optax
 from jax import Array
 
 from nf_jax import capacity, collectives, controller, health, regions
+from nf_jax.candidates import Candidate, to_candidates
 from nf_jax.plan import MAX_STACKED_SIZE, Plan
 from nf_jax.plan import plan as make_plan
-from nf_jax.pmean import Memory, average
+from nf_jax.pmean import Memory, average, init_memory
 from nf_jax.profile import Profile, Route, to_route
+from nf_jax.shadow import ShadowPlan, exact_profile, init_shadow, observe, shadow_plan
 from nf_jax.stages import Substrate
-from nf_jax.state import AggregateState, Layout
+from nf_jax.state import AggregateState, Layout, ShadowState
 from nf_jax.telemetry import Signals, StepInfo
 
 
@@ -32,6 +35,7 @@ def aggregate_gradients(
     num_workers: int | tuple[int, int],
     substrate: Substrate | None = None,
     routes: Sequence[int] | None = None,
+    shadow: bool | Sequence[Candidate] = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages local gradients over workers, per lane as sign counts or in full precision.
 
@@ -55,6 +59,11 @@ def aggregate_gradients(
         little by going low-bit stay in FP32. Without one only the profile's size floor applies.
       routes: pins the routes: one per lane, compiled in without a switch. The controller still says in
         `step_info(state).next_routes` what it would choose, so that a host loop can change programs.
+      shadow: train exactly, whatever the profile's routes, and find out what low bits would have done: every
+        step also travels by each candidate (True: `candidates.DEFAULT_CANDIDATES`), with residuals of its
+        own, and `shadow_info(state)` compares, leaf by leaf, what would have come back with the true mean.
+        The updates are the bits of `Profile.static("FP32")`. It costs time, the candidates' bytes (counted
+        in `step_info(state).wire_bytes`), and an f32 copy of the parameters for each candidate.
 
     Returns:
       An optax transform. Its `update` takes `value=` (this worker's loss, `f32[]`) and `reducer_load=`
@@ -80,15 +89,34 @@ def aggregate_gradients(
     if substrate is not None:
         substrate.check_backend(jax.default_backend())
     pinned = None if routes is None else tuple(to_route(route) for route in routes)
+    candidates = to_candidates(shadow)
+    if candidates and pinned is not None:
+        raise ValueError(
+            "routes: expected None with shadow, where every lane travels in FP32, got pinned ones"
+        )
     axis = axis if isinstance(axis, str) else tuple(axis)
     if isinstance(num_workers, (tuple, list)) and not isinstance(axis, str) and len(axis) != 2:
         raise ValueError(
             f"axis: expected (outer, inner) or one name for num_workers={num_workers!r}, got {axis!r}"
         )
 
+    trained = exact_profile(profile) if candidates else profile
+
+    def plan_both(tree: Any) -> tuple[Plan, ShadowPlan | None]:
+        planned = make_plan(trained, tree, num_workers, substrate=substrate)
+        if not candidates:
+            return planned, None
+        beside = shadow_plan(profile, tree, num_workers, candidates)
+        sent = planned.overhead_bytes + beside.wire_bytes
+        return dataclasses.replace(planned, overhead_bytes=sent), beside
+
     def init_fn(params: Any) -> Any:
         _check_unmasked(params)
-        return _init(profile, make_plan(profile, params, num_workers, substrate=substrate))
+        planned, beside = plan_both(params)
+        state = _init(trained, planned)
+        if beside is None:
+            return state
+        return state._replace(shadow=ShadowState(*init_shadow(beside), Layout(beside.fingerprint)))
 
     def update_fn(
         updates: Any,
@@ -102,13 +130,13 @@ def aggregate_gradients(
         del params, extra_args
         _check_unmasked(updates)
         named, treedef = regions.leaves_with_paths(updates)
-        plan = make_plan(profile, updates, num_workers, substrate=substrate)
+        plan, beside = plan_both(updates)
         leaves = [leaf for _, leaf in named]
-        _check_call(plan, leaves, state, axis)
+        _check_call(plan, beside, leaves, state, axis)
 
-        own = _own_numbers(plan, len(profile.regions), leaves, value, reducer_load)
+        own = _own_numbers(plan, len(trained.regions), leaves, value, reducer_load)
         exact, gathered = collectives.mean_and_gather([leaves[i] for i in plan.exact], own, axis)
-        signals, ok = _signals(gathered, len(profile.regions), has_loss=value is not None)
+        signals, ok = _signals(gathered, len(trained.regions), has_loss=value is not None)
         chosen = jnp.asarray(state.info.next_routes) if pinned is None else pinned
         seed = _seed(state.step)
         result = average(
@@ -116,8 +144,13 @@ def aggregate_gradients(
         )
         signals = signals._replace(agreement=result.agreement, residual_ratio=result.residual_ratio)
 
-        new_state = _advance(profile, plan, state, jnp.asarray(chosen, jnp.int32), signals)
+        new_state = _advance(trained, plan, state, jnp.asarray(chosen, jnp.int32), signals)
         new_state = new_state._replace(pending=result.pending, memory=result.memory)
+        if beside is not None:
+            found = observe(
+                beside, leaves, result.means, state.shadow.memory, axis, step=state.step, seed=seed, ok=ok
+            )
+            new_state = new_state._replace(shadow=ShadowState(*found, state.shadow.layout))
         return jax.tree.unflatten(treedef, result.means), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -144,25 +177,13 @@ def _init(profile: Profile, plan: Plan) -> AggregateState:
     return AggregateState(
         step=step,
         pending=jnp.zeros((len(plan.groups),), bool),
-        memory=_init_memory(plan),
+        memory=init_memory(plan),
         health=states[0],
         capacity=states[1],
         info=info,
         num_workers=jnp.int32(plan.num_workers),
         layout=Layout(plan.fingerprint),
     )
-
-
-def _init_memory(plan: Plan) -> Memory:
-    residual, server = {}, {}
-    for group in plan.groups:
-        dtype = jnp.dtype(group.codec.residual_dtype)
-        for leaf, segment in zip(group.leaves, group.segments, strict=True):
-            if group.keeps_residual:
-                residual[plan.paths[leaf]] = jnp.zeros((1, *plan.residual_shape(leaf, segment)), dtype)
-            if group.keeps_server_residual:
-                server[plan.paths[leaf]] = jnp.zeros((1, segment.shard_size), jnp.float32)
-    return Memory(residual, server)
 
 
 def _own_numbers(plan: Plan, num_regions: int, leaves: Sequence[Any], value: Any, reducer_load: Any) -> Array:
@@ -285,31 +306,55 @@ def _check_unmasked(tree: Any) -> None:
         )
 
 
-def _check_call(plan: Plan, leaves: Sequence[Any], state: AggregateState, axis: collectives.AxisName) -> None:
+def _check_call(
+    plan: Plan,
+    beside: ShadowPlan | None,
+    leaves: Sequence[Any],
+    state: AggregateState,
+    axis: collectives.AxisName,
+) -> None:
     if not isinstance(state, AggregateState):
         raise ValueError(f"state: expected the AggregateState of this transform, got {type(state).__name__}")
     collectives.check_axis(axis, plan.num_workers, plan.num_inner)
     moving = [i for i in range(len(leaves)) if i not in plan.idle]
     collectives.check_local([leaves[i] for i in moving], [plan.paths[i] for i in moving], axis)
-    _check_state(plan, state)
+    _check_state(plan, state.memory, state.layout)
+    if (state.shadow is None) != (beside is None):
+        asked, got = ("with", "without") if beside is not None else ("without", "with")
+        raise ValueError(
+            f"state: expected one that was made {asked} shadow, as this transform is, got one {got} shadow. "
+            "Call init anew."
+        )
+    if beside is not None and state.shadow is not None:
+        if state.shadow.layout.fingerprint != beside.fingerprint:
+            raise ValueError(
+                "state: expected one that was made for these shadow candidates, got one of others. Call "
+                "init anew."
+            )
+        for planned, memory in zip(beside.plans, state.shadow.memory, strict=True):
+            _check_memory(planned, memory, "shadow ")
 
 
-def _check_state(plan: Plan, state: AggregateState) -> None:
-    want = jax.eval_shape(lambda: _init_memory(plan))
+def _check_state(plan: Plan, memory: Memory, layout: Layout) -> None:
+    _check_memory(plan, memory)
+    if layout.fingerprint != plan.fingerprint:
+        raise ValueError(
+            "state: expected one that was made with this substrate and this profile's regions, buckets, "
+            "routes and codecs, got one of others. Call init anew; health limits alone may differ."
+        )
+
+
+def _check_memory(plan: Plan, memory: Memory, whose: str = "") -> None:
+    want = jax.eval_shape(lambda: init_memory(plan))
     for field, expected in want._asdict().items():
-        found = getattr(state.memory, field)
+        found = getattr(memory, field)
         for path in {**expected, **found}:
             shapes = [getattr(tree.get(path), "shape", None) for tree in (expected, found)]
             if shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"state: expected {field} {path!r} of shape {shapes[0]} (one worker's view), got "
+                    f"state: expected {whose}{field} {path!r} of shape {shapes[0]} (one worker's view), got "
                     f"{shapes[1]}. Either the state was made for another model, profile or num_workers (call "
                     "init anew), or it entered the mapped function under the wrong PartitionSpec: use "
                     "state_spec(state, axis) and shard_state(state, mesh) with shard_map, "
                     "flax.jax_utils.replicate(state) with pmap."
                 )
-    if state.layout.fingerprint != plan.fingerprint:
-        raise ValueError(
-            "state: expected one that was made with this substrate and this profile's regions, buckets, "
-            "routes and codecs, got one of others. Call init anew; health limits alone may differ."
-        )

@@ -38,8 +38,7 @@ def lane_bytes(
     rows = []
     for lane in slices:
         exact = [i for i in lane.leaf_indices if i not in packed]
-        num_bytes = sum(math.prod(shapes[i]) * _wire_itemsize(dtypes[i]) for i in exact)
-        sent = -(-capacity.allreduce_bytes(num_bytes, num_hosts * num_inner) // num_inner)
+        sent = plain_leaf_bytes([(shapes[i], dtypes[i]) for i in exact], num_hosts * num_inner, num_inner)
         rows.append([sent] * len(Route))
     for group in groups:
         for route in Route:
@@ -65,8 +64,15 @@ def signal_bytes(num_regions: int, exact_dtypes: Sequence[str], num_hosts: int, 
     sent = capacity.signal_bytes(num_signals(num_regions), num_workers, together)
     if num_inner == 1 or num_workers == 1:
         return sent
-    # A ring crosses once for all devices of a host; a gather reaches every device of the other hosts.
-    return -(-sent // num_inner) if together else sent * (num_hosts - 1) * num_inner // (num_workers - 1)
+    # A ring crosses once for all devices of a host.
+    if together:
+        return -(-sent // num_inner)
+    return gather_bytes(num_signals(num_regions), num_hosts, num_inner)
+
+
+def gather_bytes(num_values: int, num_hosts: int, num_inner: int) -> int:
+    """What a worker sends of an `f32[num_values]` that every device of the other hosts is handed."""
+    return capacity.gather_bytes(4 * num_values, num_hosts) * num_inner
 
 
 def plain_bytes(
@@ -80,8 +86,13 @@ def plain_bytes(
     """What a plain mean over all workers would send; with one level, the FP32 route of every lane."""
     if num_inner == 1:
         return sum(row[Route.FP32] for row in lanes.wire_bytes)
-    leaves = [leaf for lane in slices for leaf in lane.leaf_indices]
-    num_bytes = sum(math.prod(shapes[leaf]) * _wire_itemsize(dtypes[leaf]) for leaf in leaves)
+    leaves = [(shapes[leaf], dtypes[leaf]) for lane in slices for leaf in lane.leaf_indices]
+    return plain_leaf_bytes(leaves, num_workers, num_inner)
+
+
+def plain_leaf_bytes(leaves: Sequence[tuple[tuple[int, ...], str]], num_workers: int, num_inner: int) -> int:
+    """What a plain mean of leaves, each a shape and a dtype, would send."""
+    num_bytes = sum(math.prod(shape) * _wire_itemsize(dtype) for shape, dtype in leaves)
     return -(-capacity.allreduce_bytes(num_bytes, num_workers) // num_inner)
 
 

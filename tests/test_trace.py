@@ -101,13 +101,13 @@ f32 = st.floats(width=32)
 @hypothesis.given(loss=f32, norms=st.lists(f32, min_size=2, max_size=2))
 def test_signals_survive_the_disk_to_the_bit(loss: float, norms: list[float]):
     measured = signals(loss=np.float32(loss), gradient_norm=np.asarray(norms, np.float32))
-    line = trace._dumps({"step": 0, "signals": measured._asdict()})
+    line = trace.dump_line({"step": 0, "signals": measured._asdict()})
 
     def forbid(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
     json.loads(line, parse_constant=forbid)
-    back = trace.signals_from_record(trace._parse(line.encode()))
+    back = trace.signals_from_record(trace.parse_line(line.encode()))
     chex.assert_trees_all_equal_shapes_and_dtypes(back, measured)
     chex.assert_trees_all_equal(back, Signals(*map(np.asarray, measured)))
 
@@ -175,7 +175,7 @@ def test_resume_of_another_run_is_an_error(tmp_path: Path):
     assert steps_of(path) == [0, 1]
 
 
-HEADER = trace._dumps(trace._header(TOML, LANES)).encode()
+HEADER = trace.dump_line(trace._header(TOML, LANES)).encode()
 FOREIGN = {
     "an empty file": (b"", "line 1"),
     "a torn header": (HEADER[:-5], "line 1"),
