@@ -33,7 +33,8 @@ class Task(NamedTuple):
 
     Attributes:
       load: -> (train, test): pytrees of arrays `[n, ...]`, always the same.
-      init: (key, examples) -> (params, model state or None).
+      init: (key, examples) -> (params, model state or None); not compiled, as pretrained weights would become
+        constants of the program.
       loss_fn: as `training.LossFn`; the metrics hold the task's.
       test_fn: (params, model state, examples) -> {"loss": ..., metric: ...}, means over the examples.
       metric: the name of a run's result, `test_<metric>` in records; `jobs.METRICS` knows it.
@@ -137,11 +138,13 @@ def prepare(config: Config, task: Task, train: Any, profile: Profile, name: str)
     tx = make_optimizer(config, profile)
 
     @jax.jit
-    def init(seed: int) -> training.TrainState:
-        key = jax.random.key(seed, impl="rbg")  # threefry takes XLA 5 s to compile here
-        params, model_state = task.init(key, train)
+    def start(params: Any, model_state: Any) -> training.TrainState:
         state = training.TrainState.create(apply_fn=None, params=params, tx=tx, model_state=model_state)
         return state.replace(step=jnp.int32(0))  # Flax's Python int would compile anew
+
+    def init(seed: int) -> training.TrainState:
+        # Of threefry's keys XLA takes 5 s to compile here.
+        return start(*task.init(jax.random.key(seed, impl="rbg"), train))
 
     shapes = jax.eval_shape(init, 0)
     substrate = config.measured

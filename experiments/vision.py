@@ -149,7 +149,7 @@ def classification(load: Callable[[], tuple[Examples, Examples]], model: nn.Modu
     """Classify with softmax cross-entropy."""
 
     def init(key: jax.Array, examples: Examples) -> tuple[Any, None]:
-        return model.init(key, examples.inputs[:1])["params"], None
+        return jax.jit(model.init)(key, examples.inputs[:1])["params"], None
 
     def loss_fn(params: Any, batch: Examples) -> tuple[jax.Array, dict[str, jax.Array]]:
         return cross_entropy(jnp.asarray(model.apply({"params": params}, batch.inputs)), batch.labels)
@@ -178,7 +178,7 @@ def image_task(config: Config, name: str, num_classes: int) -> Task:
         return data.read_cifar(data.find_data(name, config.data), num_classes)
 
     def init(key: jax.Array, examples: Images) -> tuple[Any, Any]:
-        variables = model.init(key, normalize(examples.images[:1]), train=False)
+        variables = jax.jit(functools.partial(model.init, train=False))(key, normalize(examples.images[:1]))
         return variables["params"], variables["batch_stats"]
 
     def loss_fn(params: Any, batch: Images, batch_stats: Any) -> tuple[jax.Array, dict[str, jax.Array], Any]:
