@@ -10,12 +10,11 @@ import os
 import re
 import reprlib
 import secrets
+import stat
 import tomllib
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from re import _parser  # pyright: ignore[reportAttributeAccessIssue]  # no public regex parser
-from typing import Annotated, Any, Self, TypeVar
+from typing import IO, Annotated, Any, Self, TypeVar
 
 import tomli_w
 from pydantic import (
@@ -29,8 +28,10 @@ from pydantic import (
     model_validator,
 )
 
+from nf_jax import patterns
+
 MAX_FILE_BYTES = 2**20
-_MAX_LOOPS, _MAX_CHOICES, _MAX_DEPTH, _MAX_LINES = 6, 12, 20, 10
+_MAX_KEY_PARTS, _MAX_LINES = 20, 10
 
 
 class Frozen(BaseModel):
@@ -92,42 +93,10 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _subpatterns(value: object) -> Iterator[Any]:
-    if isinstance(value, _parser.SubPattern):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _subpatterns(item)
-
-
-def _count_loops(tree: Any, repeated: bool = False, depth: int = 0) -> tuple[int, int]:
-    """Count a parsed regex's loops and choices; ValueError if one is inside a repeated group."""
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"groups nested at most {_MAX_DEPTH} deep")
-    loops = choices = 0
-    for code, value in tree:
-        least, most = value[:2] if repr(code).endswith("REPEAT") else (1, 1)
-        varies = least != most or repr(code) in ("BRANCH", "GROUPREF", "GROUPREF_EXISTS")
-        if varies and repeated:
-            raise ValueError("nothing optional, repeated or alternative in a repeated group")
-        loops += varies and most > 1
-        choices += varies and most <= 1
-        for part in _subpatterns(value):
-            inner = _count_loops(part, repeated or most > 1, depth + 1)
-            loops, choices = loops + inner[0], choices + inner[1]
-    return loops, choices
-
-
 def _check_pattern(pattern: str) -> str:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # what `re` only warns of is a mistake here
-            loops, choices = _count_loops(_parser.parse(pattern))
-            re.compile(pattern)
-        if loops > _MAX_LOOPS or choices > _MAX_CHOICES:
-            allowed = f"at most {_MAX_LOOPS} repeats and {_MAX_CHOICES} choices (? or |)"
-            raise ValueError(f"{allowed}, not {loops} and {choices}")
-    except (re.error, ValueError, OverflowError, RecursionError, Warning) as error:
+        patterns.shape_of(pattern)
+    except ValueError as error:
         raise ValueError(
             "expected a regular expression that is valid and cannot backtrack for long, "
             f"got {show(pattern)} ({error})"
@@ -169,8 +138,12 @@ _WORDS = {
 }
 
 
+def _show_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]{1,64}", key) else show(key[:64])
+
+
 def _describe(item: Any) -> str:
-    parts = [f"[{key}]" if isinstance(key, int) else f".{key[:64]}" for key in item["loc"]]
+    parts = [f"[{key}]" if isinstance(key, int) else f".{_show_key(key)}" for key in item["loc"]]
     where, kind = "".join(parts).lstrip("."), item["type"]
     if kind == "value_error":  # ours; a check across keys starts with the rest of the key path
         text = str(item["ctx"]["error"])
@@ -200,10 +173,17 @@ def _describe_all(error: ValidationError, source: str) -> str:
     return join_lines(f"{source}: not valid:", [*lines, *[""] * (len(items) - len(lines))])
 
 
+def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A file, open for reading; OSError or ValueError if it is none: a named pipe would wait for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("a folder, a device or a pipe")
+    return open(path, "rb")
+
+
 def _read(path: str | os.PathLike[str]) -> str:
     """Return a small UTF-8 file; ValueError, naming it, if it cannot be read or is too large."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             content = file.read(MAX_FILE_BYTES + 1)
         text = content.decode("utf-8-sig") if len(content) <= MAX_FILE_BYTES else None
     except (OSError, ValueError) as error:
@@ -237,6 +217,50 @@ def _write(path: str | os.PathLike[str], text: str) -> None:
                 temporary.unlink()
 
 
+_STRINGS_AND_COMMENTS = re.compile(
+    r'"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|$)|"(?:[^"\\\n]|\\.)*+"?'
+    r"|'''(?:[^']|'(?!''))*+(?:'''|$)|'[^'\n]*+'?|#[^\n]*+",
+    re.DOTALL,
+)
+
+
+def _blank_strings(text: str) -> str:
+    """A TOML text of as many lines with an x for every string, and no comments."""
+    return _STRINGS_AND_COMMENTS.sub(
+        lambda found: "" if found[0][0] == "#" else "x" + "\n" * found[0].count("\n"), text
+    )
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The values in a TOML text; ValueError with the line of what is wrong."""
+    line = 1
+    # tomllib takes time that is quadratic in the parts of a key, minutes for 100,000 of them.
+    for piece in re.split(r"([,=\[\]{}\n])", _blank_strings(text)):
+        line += piece == "\n"
+        if piece.count(".") >= _MAX_KEY_PARTS:
+            raise ValueError(f"a key of more than {_MAX_KEY_PARTS} parts (at line {line})")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python refuses to read an int of more than 4300 digits
+        found = re.search("[0-9_]{4300}", text)
+        at = text.count("\n", 0, found.start()) + 1 if found else 1
+        raise ValueError(f"an integer of too many digits (at line {at})") from None
+    except RecursionError:
+        raise ValueError(f"values nested too deep (at line {_deepest_line(text)})") from None
+
+
+def _deepest_line(text: str) -> int:
+    depth = deepest = at = 0
+    for number, line in enumerate(_blank_strings(text).split("\n"), start=1):
+        for mark in re.findall(r"[\[\]{}]", line):
+            depth += 1 if mark in "[{" else -1
+            if depth > deepest:
+                deepest, at = depth, number
+    return at
+
+
 class File(Frozen):
     """A model that is kept as a TOML file."""
 
@@ -260,10 +284,10 @@ class File(Frozen):
         if len(text) > MAX_FILE_BYTES:
             raise ValueError(f"{source}: expected at most {MAX_FILE_BYTES} bytes, got more")
         try:
-            return cls.model_validate(tomllib.loads(text))
+            return cls.model_validate(_parse(text))
         except ValidationError as error:
             message = _describe_all(error, source)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             message = f"{source}: expected valid TOML, got: {str(error)[:200]}"
         raise ValueError(message)
 

@@ -5,8 +5,10 @@ A plan is recomputed at trace time, never stored: it depends on shapes, the prof
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -205,7 +207,18 @@ def plan(
 
 def model_shapes(model: Model) -> Any:
     """The leaves of a profile's model, as `plan` takes them."""
-    return {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.leaves}
+    return {
+        leaf.path: jax.ShapeDtypeStruct(leaf.shape, _to_dtype(f"model.leaves[{index}].dtype", leaf.dtype))
+        for index, leaf in enumerate(model.leaves)
+    }
+
+
+def _to_dtype(where: str, name: str) -> Any:
+    if re.fullmatch("[a-z]+[0-9][a-z0-9_]*|bool", name):  # of what else NumPy reads, nothing is meant here
+        with contextlib.suppress(TypeError):
+            if (dtype := np.dtype(name)).name == name:
+                return dtype
+    raise ValueError(f"{where}: expected the name of a dtype, such as float32, got {name!r}")
 
 
 def _keep_asked(lanes: Lanes, asked: Lanes) -> tuple[tuple[int, int, int, int], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -65,7 +66,7 @@ class Region(Frozen):
     pattern: checks.Pattern
     """Regular expression for the whole `/`-joined path, at most 500 characters. A repeated group
     holds nothing optional, repeated or alternative; in all, at most 6 repeats of variable count
-    and 12 choices (`?`, `|`), so that no path takes long to match."""
+    and 4096 ways to choose by `?` and `|`, so that no path takes long to match."""
     codec: Codec = Codec()
     """How it is encoded on low-bit routes."""
 
@@ -191,6 +192,12 @@ class Leaf(Frozen):
     """Elements per dimension."""
     dtype: Text
     """Name of the dtype, such as float32."""
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Self:
+        if (size := math.prod(self.shape)) >= 2**63:
+            raise ValueError(f"shape: expected fewer than 2**63 elements, got {size:.3g}")
+        return self
 
 
 class Model(Frozen):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import collections
 import re
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 from jax import tree_util
 
+from nf_jax import patterns as regexes
+
 # An error lists at most this many leaves: a wrong rule on a large model misses thousands.
 _MAX_LISTED = 10
+_MAX_SECONDS = 60
 
 
 def path_string(key_path: Sequence[Hashable]) -> str:
@@ -94,14 +98,16 @@ def assign_regions(paths: Sequence[str], patterns: Sequence[str]) -> tuple[int, 
       For every leaf, the index of its region in ``patterns``.
 
     Raises:
-      ValueError: a pattern is not a regular expression, or a leaf matches no pattern.
+      ValueError: a pattern is not a regular expression, a path is too long for it, or a leaf matches no
+        pattern.
 
     Example:
       >>> assign_regions(["head/kernel", "stem/kernel"], ["head/.*", ".*"])
       (0, 1)
     """
     rules = [_compile(index, pattern) for index, pattern in enumerate(patterns)]
-    regions = [_first_match(path, rules) for path in paths]
+    _check_lengths(paths, patterns)
+    regions = _match_all(paths, rules)
     unmatched = [path for path, region in zip(paths, regions, strict=True) if region is None]
     if unmatched:
         raise ValueError(
@@ -157,6 +163,35 @@ def _compile(index: int, pattern: str) -> re.Pattern[str]:
             f"expected a regular expression as pattern {index}, got {pattern!r}: {error}. "
             "Escape characters that are meant literally with a backslash."
         ) from None
+
+
+def _check_lengths(paths: Sequence[str], patterns: Sequence[str]) -> None:
+    """Raises where matching the longest path might take long: `re` tries every way before it gives up."""
+    longest = max(paths, key=len, default="")
+    for index, pattern in enumerate(patterns):
+        try:
+            tries = regexes.num_tries(regexes.shape_of(pattern), len(longest))
+        except ValueError as error:
+            raise ValueError(
+                f"pattern {index}, {pattern!r}: expected one that cannot backtrack: {error}"
+            ) from None
+        if tries > regexes.MAX_TRIES:
+            raise ValueError(
+                f"pattern {index}, {pattern!r}: expected fewer repeats and choices, or shorter paths: on "
+                f"{longest[:100]!r}, of {len(longest)} characters, it might try {tries:.1e} ways to match"
+            )
+
+
+def _match_all(paths: Sequence[str], rules: Sequence[re.Pattern[str]]) -> list[int | None]:
+    start, found = time.process_time(), []
+    for path in paths:
+        found.append(_first_match(path, rules))
+        if time.process_time() - start > _MAX_SECONDS:
+            raise ValueError(
+                f"expected all {len(paths)} paths to match in {_MAX_SECONDS} s, got to {path!r}; write "
+                "patterns with fewer repeats and choices"
+            )
+    return found
 
 
 def _first_match(path: str, rules: Sequence[re.Pattern[str]]) -> int | None:

@@ -12,9 +12,10 @@ PACKAGE = "nf_jax"
 
 # File -> (layer, what it imports of the package). None: anything.
 LAYERS: dict[str, tuple[int, set[str] | None]] = {
-    "checks": (0, set()),
+    "patterns": (0, set()),
+    "checks": (0, {"patterns"}),
     "profile": (0, {"checks"}),
-    "regions": (0, set()),
+    "regions": (0, {"patterns"}),
     "codecs": (0, set()),
     "telemetry": (0, set()),
     "ending": (0, set()),
@@ -24,23 +25,24 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "segments": (1, {"codecs"}),
     "buckets": (1, {"regions"}),
     "collectives": (1, {"codecs"}),
-    "trace": (1, {"telemetry"}),
+    "records": (1, {"checks", "telemetry"}),
+    "trace": (2, {"checks", "telemetry", "records"}),
     "load": (1, {"telemetry"}),
     "baselines": (1, {"profile", "telemetry"}),
     "job": (1, {"profile"}),
     "stages": (1, {"checks", "profile"}),
     "health": (2, {"profile", "telemetry", "baselines"}),
     "candidates": (1, {"checks", "profile"}),
-    "shadow_trace": (2, {"candidates", "telemetry", "trace"}),
+    "shadow_trace": (3, {"candidates", "telemetry", "trace"}),
     "sensitivity": (
-        3,
+        4,
         {"checks", "profile", "regions", "buckets", "candidates", "shadow_trace"},
     ),
     "groups": (2, {"codecs", "profile", "segments"}),
     "capacity": (2, {"codecs", "profile", "telemetry", "segments"}),
     "costs": (2, {"codecs", "profile", "telemetry", "stages"}),
-    "columns": (2, {"telemetry", "trace"}),
-    "thresholds": (3, {"profile", "baselines", "health", "columns"}),
+    "columns": (3, {"telemetry", "trace"}),
+    "thresholds": (4, {"profile", "baselines", "health", "columns"}),
     "reducer": (3, {"codecs", "collectives", "segments", "groups"}),
     "controller": (3, {"profile", "telemetry", "health", "capacity"}),
     "wire": (3, {"profile", "telemetry", "buckets", "collectives", "capacity", "groups"}),
@@ -142,8 +144,9 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "__init__": (13, None),
 }
 
-# The only import inside a row: the profile's schema stands on the checks that any file needs.
-SAME_ROW = {("profile", "checks")}
+# The only imports inside a row: the profile's schema stands on the checks that any file needs, and these, as
+# regions do, on what a pattern may be.
+SAME_ROW = {("profile", "checks"), ("checks", "patterns"), ("regions", "patterns")}
 
 # Third-party packages that only some files may import; None: no file.
 RESTRICTED: dict[str, set[str] | None] = {

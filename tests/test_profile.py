@@ -94,7 +94,7 @@ STEPS = st.integers(1, 2**31 - 1)
 SIZES = st.integers(1, 2**63 - 1)
 LIMITS = st.floats(1.5, 1e38)
 NAMES = st.from_regex("[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
-LEAVES = st.builds(Leaf, path=TEXT, shape=st.lists(st.integers(0, 2**63 - 1), max_size=3), dtype=SOME_TEXT)
+LEAVES = st.builds(Leaf, path=TEXT, shape=st.lists(st.integers(0, 2**20), max_size=3), dtype=SOME_TEXT)
 
 
 @st.composite
