@@ -137,9 +137,14 @@ def main() -> None:
 
 def inspect(command: Inspect, console: Console) -> None:
     profile = Profile.load(command.profile)
-    params = _shapes_of(profile) if command.params is None else _call(command.params)
     measured = None if command.substrate is None else Substrate.load(command.substrate)
-    planned = plan(profile, params, command.workers, substrate=measured)
+    if measured is not None:
+        measured.check_workers(command.workers)
+    try:
+        params = _shapes_of(profile) if command.params is None else _call(command.params)
+        planned = plan(profile, params, command.workers, substrate=measured)
+    except ValueError as error:
+        raise ValueError(f"{command.profile}: {error}") from None
     for table in report.plan_tables(profile, planned):
         console.print(table)
     if measured is not None:
@@ -230,8 +235,11 @@ def report_run(command: Report, console: Console) -> None:
         trace = read_trace(path)
         console.print(f"{path}:\n{report.describe(report.explain(trace))}", highlight=False)
         if command.plots and trace.steps:
-            report.plot_trace(trace, path.with_suffix(".png"), path.parent.name)
-            console.print(f"  drawn: {path.with_suffix('.png')}", highlight=False)
+            picture = path.with_suffix(".png")
+            if picture.is_symlink():
+                raise ValueError(f"{picture}: expected no link: it would be written to where that points")
+            report.plot_trace(trace, picture, path.parent.name)
+            console.print(f"  drawn: {picture}", highlight=False)
 
 
 def _shapes_of(profile: Profile) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nf_jax.telemetry import Lanes, Signals
-from nf_jax.trace import SIGNAL_DTYPES, open_trace, read_head, read_records, signals_from_record
+from nf_jax.trace import SIGNAL_DTYPES, open_trace, read_head, read_records
 
 _CHUNK_STEPS = 1024  # steps that are held as Python objects at a time
 _COLUMN_DTYPES: dict[str, type[np.generic]] = {
@@ -39,6 +39,7 @@ class Columns(NamedTuple):
       fp32_bytes: what it would have sent at every step in FP32.
       step_seconds: f64[n], the host's time of a step, NaN where a line has none; None: no line has one.
       truncated: whether the last line was torn, and left out.
+      source: the file, for messages.
     """
 
     header: dict[str, Any]
@@ -51,6 +52,12 @@ class Columns(NamedTuple):
     fp32_bytes: int
     step_seconds: np.ndarray | None
     truncated: bool
+    source: str = "the trace"
+
+    @property
+    def profile_source(self) -> str:
+        """Where the profile of the run stands, for messages."""
+        return f"{self.source}: line 1: profile"
 
 
 def read_columns(path: str | os.PathLike[str]) -> Columns:
@@ -63,7 +70,7 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
       The `Columns`; a torn last line is dropped and reported, as by `read_trace`.
 
     Raises:
-      ValueError: as `read_trace`, and where routes, reasons or signals are not numbers of equal shapes.
+      ValueError: as `read_trace`.
     """
     with open_trace(path) as stream:
         header, lanes = read_head(stream, path)
@@ -72,18 +79,12 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
         while chunk := list(itertools.islice(records, _CHUNK_STEPS)):
             truncated = chunk[-1] is None
             if whole := [record for record in chunk if record is not None]:
-                chunks.append(_stack(whole, path))
-    try:
-        columns = {
-            name: np.concatenate([chunk[name] for chunk in chunks] or [np.zeros((0,))])
-            for name in _COLUMN_DTYPES
-        }
-    except ValueError:
-        raise ValueError(f"{path}: expected signals of one shape in all steps; is it two runs?") from None
+                chunks.append(_stack(whole))
+    columns = {
+        name: np.concatenate([chunk[name] for chunk in chunks] or [np.zeros((0,))]) for name in _COLUMN_DTYPES
+    }
     seconds, routes = columns.pop("step_seconds"), columns.pop("routes")
     sent, fp32_bytes = (columns.pop(name) for name in ("wire_bytes", "fp32_bytes"))
-    if np.any((routes < 0) | (routes > 3)):
-        raise ValueError(f"{path}: expected routes from 0 to 3, got {routes.min()} to {routes.max()}")
     return Columns(
         header=header,
         lanes=lanes,
@@ -95,6 +96,7 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
         signals=Signals(**columns),
         step_seconds=seconds if np.isfinite(seconds).any() else None,
         truncated=truncated,
+        source=str(path),
     )
 
 
@@ -107,21 +109,9 @@ def wire_bytes_of(lanes: Lanes, routes: np.ndarray) -> np.ndarray:
     return total
 
 
-def _stack(records: Sequence[dict[str, Any]], path: object) -> dict[str, np.ndarray]:
-    """The columns of some steps; where they do not fit together, an error that names the step."""
-    try:
-        rows = [record | record["signals"] | {"step_seconds": _seconds(record)} for record in records]
-        return {
-            name: np.asarray([row[name] for row in rows], dtype) for name, dtype in _COLUMN_DTYPES.items()
-        }
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        for record in records:
-            signals_from_record(record)
-        first, last = records[0]["step"], records[-1]["step"]
-        raise ValueError(
-            f"{path}: steps {first} to {last}: expected {', '.join(_COLUMN_DTYPES)} as numbers of equal "
-            f"shapes, got {error!r}"
-        ) from None
+def _stack(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    rows = [record | record["signals"] | {"step_seconds": _seconds(record)} for record in records]
+    return {name: np.asarray([row[name] for row in rows], dtype) for name, dtype in _COLUMN_DTYPES.items()}
 
 
 def _seconds(record: Mapping[str, Any]) -> float:

@@ -14,7 +14,7 @@ from nf_jax.profile import Profile
 
 def profile_of(columns: Columns) -> Profile:
     """The profile that the run used; ValueError where it is no valid one."""
-    return Profile.loads(columns.header["profile"], source="the trace's profile")
+    return Profile.loads(columns.header["profile"], source=columns.profile_source)
 
 
 def hosts_of(columns: Columns) -> int:
@@ -23,8 +23,8 @@ def hosts_of(columns: Columns) -> int:
     found = found[0] if isinstance(found, (list, tuple)) and found else found
     if type(found) is not int or found < 1:
         raise ValueError(
-            f"the trace: expected num_workers in its header, got {found!r}: a substrate or an endpoint "
-            "depends on it. Record it: TraceWriter(..., num_workers=W)."
+            f"{columns.source}: line 1: num_workers: expected a number of workers, got {found!r}: a "
+            "substrate or an endpoint depends on it. Record it: TraceWriter(..., num_workers=W)."
         )
     return found
 
@@ -55,7 +55,9 @@ def replan(columns: Columns, *, profile: Profile | None = None, num_workers: int
     )
     lanes = columns.lanes
     if (old.lanes.names, old.lanes.num_elements) != (lanes.names, lanes.num_elements):
-        raise ValueError("the trace: expected the lanes of its profile's [model], got others")
+        raise ValueError(
+            f"{columns.source}: line 1: lanes: expected those of the profile's [model], got others"
+        )
     header = columns.header | {"num_workers": workers, "profile": profile.dumps()}
     signals = columns.signals
     if new.lane_leaves != old.lane_leaves:

@@ -266,22 +266,26 @@ def _check(columns: Columns) -> Profile:
     """The trace's profile, if the trace is whole and fits it."""
     profile = profile_of(columns)
     if not len(columns.steps):
-        raise ValueError("the trace: expected at least one step to replay, got none")
+        raise ValueError(f"{columns.source}: steps: expected at least one to replay, got none")
     if not np.array_equal(columns.steps, np.arange(len(columns.steps))):
         wrong = int(np.argmax(columns.steps != np.arange(len(columns.steps))))
         raise ValueError(
-            f"the trace: expected steps 0, 1, 2, ... without gaps, got step {columns.steps[wrong]} in place "
-            f"{wrong}: health depends on all steps before. Replay the whole run's trace."
+            f"{columns.source}: steps: expected 0, 1, 2, ... without gaps, got {columns.steps[wrong]} in "
+            f"place {wrong}: health depends on all steps before. Replay the whole run's trace."
         )
     num_regions, num_lanes = len(profile.regions), len(columns.lanes.names)
     if any(not 0 <= region < num_regions for region in columns.lanes.regions):
-        raise ValueError(f"the trace: expected lanes of its profile's {num_regions} regions, got others")
+        raise ValueError(
+            f"{columns.source}: line 1: lanes: expected regions below the profile's {num_regions}, got others"
+        )
     sizes = {"nonfinite": num_regions, "gradient_norm": num_regions}
     sizes |= {"agreement": num_lanes, "residual_ratio": num_lanes}
     for name, field in columns.signals._asdict().items():
         expected = (len(columns.steps), sizes[name]) if name in sizes else (len(columns.steps),)
         if field.shape != expected:
-            raise ValueError(f"the trace: expected {name} of shape {expected}, got {field.shape}")
+            raise ValueError(
+                f"{columns.source}: signals: expected {name} of shape {expected}, got {field.shape}"
+            )
     return profile
 
 

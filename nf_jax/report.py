@@ -134,12 +134,25 @@ def _results(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "summary.json"
     if not path.is_file():
         return {}
-    rows = json.loads(path.read_text())
+    try:
+        rows = json.loads(path.read_bytes())
+        if type(rows) is not list or not all(map(_is_row, rows)):
+            raise ValueError("something else")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected an array with a row for each run (policy, seed, metric, value), got: {error}"
+        ) from None
     return {f"{row['policy']}-{row['seed']}": row for row in rows}
 
 
+def _is_row(row: Any) -> bool:
+    if type(row) is not dict or not all(type(row.get(name)) is str for name in ("policy", "metric")):
+        return False
+    return type(row.get("seed")) is int and type(row.get("value")) in (int, float)
+
+
 def _judge(trace: Trace, row: dict[str, Any] | None) -> str:
-    target = Profile.loads(trace.header["profile"], source="the trace's profile").target
+    target = Profile.loads(trace.header["profile"], source=trace.profile_source).target
     if target is None or row is None or row["metric"] != target.metric:
         return "-"
     verdict = "met" if target.is_met(row["value"]) else "missed"
@@ -159,7 +172,7 @@ def explain(trace: Trace) -> list[str]:
         for (route, reason), n in counts.most_common()
     ]
     before = [0] * len(trace.steps[0]["trips"]) if trace.steps else []
-    names = Profile.loads(trace.header["profile"], source="the trace's profile").region_names
+    names = Profile.loads(trace.header["profile"], source=trace.profile_source).region_names
     for step in trace.steps:
         for region, (old, new) in enumerate(zip(before, step["trips"], strict=True)):
             if new > old:
@@ -186,7 +199,7 @@ def plot_trace(trace: Trace, path: Path, title: str) -> None:
     axes = figure.subplots(3, 1, sharex=True, height_ratios=heights)
     axes[0].plot(steps, [s["loss"] if s["has_loss"] else np.nan for s in signals], color="#000000", lw=1)
     axes[0].set(title=f"{title}: loss", ylabel="mean over workers")
-    names = Profile.loads(trace.header["profile"], source="the trace's profile").region_names
+    names = Profile.loads(trace.header["profile"], source=trace.profile_source).region_names
     norms = np.asarray([s["gradient_norm"] for s in signals], float)
     norms[~(norms > 0)] = np.nan
     for region, name in enumerate(names):

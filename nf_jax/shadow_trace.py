@@ -11,8 +11,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from nf_jax.candidates import Candidate, ShadowLeaves
+from nf_jax.records import parse_line
 from nf_jax.telemetry import ShadowInfo
-from nf_jax.trace import MAX_HEADER_BYTES, dump_line, open_trace, parse_line
+from nf_jax.trace import dump_line, open_trace, read_line
 
 SHADOW_VERSION = 1
 MEASURES = tuple(name for name in ShadowInfo._fields if name != "step")
@@ -126,11 +127,12 @@ def read_shadow(path: str | os.PathLike[str]) -> ShadowTrace:
       ValueError: the file cannot be read, is no shadow trace, or holds a broken line; names the line.
     """
     with open_trace(path) as stream:
-        header, leaves = _read_head(stream.readline(MAX_HEADER_BYTES), path)
+        header, leaves = _read_head(read_line(stream, path, 1), path)
         shape, truncated = (len(leaves.candidates), len(leaves.paths)), False
         steps: list[int] = []
         columns: dict[str, list[np.ndarray]] = {name: [] for name in MEASURES}
-        for number, line in enumerate(stream, start=2):
+        number = 1
+        while line := read_line(stream, path, number := number + 1):
             record = parse_line(line)
             if record is None and not line.endswith(b"\n"):
                 truncated = True

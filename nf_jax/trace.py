@@ -5,27 +5,32 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from nf_jax import checks
+from nf_jax.records import TRACE_VERSION, check_header, check_step, decode, lanes_from_header, parse_line
 from nf_jax.telemetry import Lanes, Reason, Signals, StepInfo
 
-TRACE_VERSION = 1
-MAX_HEADER_BYTES = 64 * 2**20
-_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_NONFINITE_WORDS = (b'"NaN"', b'Infinity"')
+MAX_LINE_BYTES = 16 * 2**20  # 100,000 lanes take about half
 
 
 class Trace(NamedTuple):
-    """A trace read back: the header, its lanes, one dict per step, and whether the end was torn."""
+    """A trace read back: the header, its lanes, one dict per step, whether the end was torn, and the file."""
 
     header: dict[str, Any]
     lanes: Lanes
     steps: list[dict[str, Any]]
     truncated: bool
+    source: str
+
+    @property
+    def profile_source(self) -> str:
+        """Where the profile of the run stands, for messages."""
+        return f"{self.source}: line 1: profile"
 
 
 class TraceWriter:
@@ -112,7 +117,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         header, lanes = read_head(stream, path)
         steps = list(read_records(stream, len(lanes.names), path))
     truncated = bool(steps) and steps[-1] is None
-    return Trace(header, lanes, [step for step in steps if step is not None], truncated)
+    return Trace(header, lanes, [step for step in steps if step is not None], truncated, str(path))
 
 
 def signals_from_record(record: Mapping[str, Any]) -> Signals:
@@ -150,31 +155,45 @@ SIGNAL_DTYPES: dict[str, type[np.generic]] = {
     "residual_ratio": np.float32,
     "reducer_load": np.float32,
 }
-_STEP_FIELDS = {*StepInfo._fields, "wire_bytes", "fp32_bytes"} - {"wire", "fp32_wire"}
 
 
 def open_trace(path: str | os.PathLike[str]) -> IO[bytes]:
     """The file, open at its first line; ValueError where that fails."""
     try:
-        return open(path, "rb")
-    except OSError as error:
-        raise ValueError(f"{path}: expected a trace, cannot open it: {error.strerror}") from None
+        return checks.open_file(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: expected a readable file with a trace, cannot open it: {reason}") from None
 
 
 def read_head(stream: IO[bytes], path: object) -> tuple[dict[str, Any], Lanes]:
     """The header and its lanes, from the first line."""
-    header = _check_header(parse_line(stream.readline(MAX_HEADER_BYTES)), path)
-    return header, _lanes_from_header(header, path)
+    header = check_header(parse_line(read_line(stream, path, 1)), path)
+    return header, lanes_from_header(header, path)
 
 
-def read_records(lines: Iterable[bytes], num_lanes: int, path: object) -> Iterator[dict[str, Any] | None]:
+def read_records(stream: IO[bytes], num_lanes: int, path: object) -> Iterator[dict[str, Any] | None]:
     """The steps of a trace, after its header; None at the end where the last line is torn."""
-    for number, line in enumerate(lines, start=2):
+    before, number = None, 2
+    while line := read_line(stream, path, number):
         record = parse_line(line)
         if record is None and not line.endswith(b"\n"):
             yield None
             return
-        yield _check_step(record, num_lanes, f"{path}: line {number}")
+        before = check_step(record, num_lanes, before, f"{path}: line {number}")
+        number += 1
+        yield before
+
+
+def read_line(stream: IO[bytes], path: object, number: int) -> bytes:
+    """The next line, empty at the end of the file; never more than `MAX_LINE_BYTES` of it."""
+    try:
+        line = stream.readline(MAX_LINE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: line {number}: expected a readable file, got: {error.strerror}") from None
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"{path}: line {number}: expected at most {MAX_LINE_BYTES} bytes, got more")
+    return line
 
 
 def _encode(value: Any) -> Any:
@@ -197,27 +216,9 @@ def _encode(value: Any) -> Any:
     return array.item() if array.dtype.kind in "biuU" else _encode(float(str(array[()])))
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NONFINITE.get(value, value)
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    return {key: _decode(item) for key, item in value.items()} if type(value) is dict else value
-
-
 def dump_line(record: Mapping[str, Any]) -> str:
     """One line of JSON, NaN and infinities spelled as strings."""
     return json.dumps(_encode(record), allow_nan=False, separators=(",", ":")) + "\n"
-
-
-def parse_line(line: bytes) -> Any:
-    """The line's value, or None where it is not JSON."""
-    try:
-        value = json.loads(line)
-        # Decoding visits every value, and hardly a line needs it.
-        return _decode(value) if any(word in line for word in _NONFINITE_WORDS) else value
-    except (ValueError, RecursionError):
-        return None
 
 
 def _merge(record: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -235,48 +236,11 @@ def _header(profile_toml: str, lanes: Lanes) -> dict[str, Any]:
     }
 
 
-def _check_header(header: Any, path: object) -> dict[str, Any]:
-    version = header.get("nf_jax_trace") if type(header) is dict else None
-    if type(version) is not int or type(header.get("profile")) is not str:
-        raise ValueError(
-            f"{path}: line 1: expected the header of an nf_jax trace; is it another file, or cut off?"
-        )
-    if version > TRACE_VERSION:
-        raise ValueError(
-            f"{path}: line 1: expected version {TRACE_VERSION} or older, got {version}: written by "
-            "a newer nf_jax"
-        )
-    return header
-
-
-def _lanes_from_header(header: dict[str, Any], path: object) -> Lanes:
-    try:
-        read = Lanes._field_defaults | header["lanes"]
-        columns = {name: tuple(read[name]) for name in Lanes._fields}
-        columns["fixed"] = tuple(None if name is None else Reason[name] for name in columns["fixed"])
-        columns |= {name: tuple(tuple(row) for row in columns[name]) for name in ("wire_bytes", "pays")}
-        sizes = {len(column) for name, column in columns.items() if column or name != "pays"}
-        if len(sizes) != 1:
-            raise ValueError("columns of different lengths")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: line 1: expected the lanes of the run, got {error!r}") from None
-    return Lanes(**columns)
-
-
-def _check_step(record: Any, num_lanes: int, where: str) -> dict[str, Any]:
-    if type(record) is not dict or not record.keys() >= _STEP_FIELDS:
-        raise ValueError(f"{where}: expected one step of a trace (JSON with {sorted(_STEP_FIELDS)})")
-    routes = record["routes"]
-    if type(record["step"]) is not int or type(routes) is not list or len(routes) != num_lanes:
-        raise ValueError(f"{where}: expected an integer step and {num_lanes} routes")
-    return record
-
-
 def _cut(path: Path, head: dict[str, Any], resume_step: int) -> None:
     """Keeps the steps before `resume_step`, in a file that is replaced as a whole."""
     old = read_trace(path)
     new = json.loads(dump_line(head))
-    if changed := [key for key in ("profile", "lanes") if old.header[key] != _decode(new[key])]:
+    if changed := [key for key in ("profile", "lanes") if old.header[key] != decode(new[key])]:
         raise ValueError(
             f"{path}: expected a trace of the same run, but its {' and '.join(changed)} differ; "
             "start a new trace"

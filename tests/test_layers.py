@@ -33,7 +33,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "stages": (1, {"checks", "profile"}),
     "health": (2, {"profile", "telemetry", "baselines"}),
     "candidates": (1, {"checks", "profile"}),
-    "shadow_trace": (3, {"candidates", "telemetry", "trace"}),
+    "shadow_trace": (3, {"candidates", "records", "telemetry", "trace"}),
     "sensitivity": (
         4,
         {"checks", "profile", "regions", "buckets", "candidates", "shadow_trace"},

@@ -174,7 +174,7 @@ def test_a_faster_link_never_makes_low_bit_more_attractive(columns: Columns, fp3
 
 
 def test_a_trace_that_is_not_whole_is_an_error(columns: Columns):
-    with pytest.raises(ValueError, match="got step 1 in place 0"):
+    with pytest.raises(ValueError, match="got 1 in place 0"):
         replay(columns._replace(steps=columns.steps + 1))
     gap = columns.steps.copy()
     gap[7:] += 3
@@ -188,7 +188,7 @@ def test_a_trace_of_another_profile_is_an_error(columns: Columns):
     other = Profile.static("SIGN").dumps()
     with pytest.raises(ValueError, match="regions"):
         replay(columns._replace(header=columns.header | {"profile": other}))
-    with pytest.raises(ValueError, match="the trace's profile"):
+    with pytest.raises(ValueError, match=r"trace.jsonl: line 1: profile: not valid"):
         replay(columns._replace(header=columns.header | {"profile": "name = 3"}))
     signals = columns.signals._replace(gradient_norm=columns.signals.gradient_norm[:, :1])
     with pytest.raises(ValueError, match="gradient_norm of shape"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nf_jax import columns as columns_module
-from nf_jax import trace
+from nf_jax import records, trace
 from nf_jax.columns import read_columns
 from nf_jax.telemetry import Lanes, Reason, Signals, StepInfo
 from nf_jax.trace import TraceWriter, read_trace
@@ -107,7 +107,7 @@ def test_signals_survive_the_disk_to_the_bit(loss: float, norms: list[float]):
         raise AssertionError(f"{name} is not JSON")
 
     json.loads(line, parse_constant=forbid)
-    back = trace.signals_from_record(trace.parse_line(line.encode()))
+    back = trace.signals_from_record(records.parse_line(line.encode()))
     chex.assert_trees_all_equal_shapes_and_dtypes(back, measured)
     chex.assert_trees_all_equal(back, Signals(*map(np.asarray, measured)))
 
@@ -276,11 +276,11 @@ def test_columns_of_no_step_are_empty(tmp_path: Path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (b'"loss":0.1', b'"loss":"high"', "expected the signals"),
-        (b'"agreement":[0.5,-1.0]', b'"agreement":[0.5]', "equal shapes"),
-        (b'"reasons":[0,2]', b'"reasons":[0,[2]]', "steps 0 to 2"),
-        (b'"seconds":0.5', b'"step_seconds":"long"', "steps 0 to 2"),
-        (b'"nonfinite":[0,3]', b'"nonfinite":[0,33333333333]', "expected the signals"),
+        (b'"loss":0.1', b'"loss":"high"', "signals.loss: expected a number, got 'high'"),
+        (b'"agreement":[0.5,-1.0]', b'"agreement":[0.5]', "expected 2 agreement, one for each lane, got 1"),
+        (b'"reasons":[0,2]', b'"reasons":[0,[2]]', "reasons: expected reasons"),
+        (b'"seconds":0.5', b'"step_seconds":"long"', "step_seconds: expected seconds"),
+        (b'"nonfinite":[0,3]', b'"nonfinite":[0,33333333333]', "signals.nonfinite: expected counts"),
     ],
 )
 def test_columns_of_something_else_are_an_error(tmp_path: Path, old: bytes, new: bytes, said: str):
