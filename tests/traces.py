@@ -14,6 +14,7 @@ from nf_jax import costs, trace
 from nf_jax.endpoint import Endpoint
 from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Model, Phase, Profile, Region, Route
 from nf_jax.stages import COLLECTIVES, Substrate, fit
+from nf_jax.telemetry import Signals, StepInfo
 
 W, NUM_STEPS = 2, 60
 FP32, _, SIGN, TERNARY = Route
@@ -73,6 +74,42 @@ def write_run(path: Path, profile: Profile = PROFILE, **header: Any) -> Path:
             inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (grads, loss, load))
             state = step(inputs[0], state, *inputs[1:])
             writer.write(nf_jax.step_info(state), step_seconds=0.01)
+    return path
+
+
+def write_made_up(path: Path, num_steps: int, **header: Any) -> Path:
+    """A trace of steps that nobody took: nothing is compiled. Every value is one that a run may have."""
+    shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
+    lanes = nf_jax.plan(PROFILE, shapes, W).lanes
+    num_lanes, num_regions = len(lanes.names), len(PROFILE.regions)
+    rng = np.random.default_rng(0)
+    with trace.TraceWriter(path, PROFILE.dumps(), lanes, **{"num_workers": W} | header) as writer:
+        for number in range(num_steps):
+            by_lane, by_region = np.zeros(num_lanes, np.int32), np.zeros(num_regions, np.int32)
+            signals = Signals(
+                loss=np.asarray(np.nan if number == 2 else rng.random(), np.float32),
+                has_loss=np.asarray(True),
+                nonfinite=by_region + np.int32(number == 2),
+                gradient_norm=rng.random(num_regions, np.float32),
+                agreement=rng.random(num_lanes, np.float32),
+                residual_ratio=np.full(num_lanes, np.inf if number == 3 else 1.5, np.float32),
+                reducer_load=np.asarray(0.25, np.float32),
+            )
+            info = StepInfo(
+                step=np.asarray(number, np.int32),
+                routes=by_lane + np.int32(2 * (number > 4)),
+                reasons=by_lane,
+                next_routes=by_lane + np.int32(2 * (number > 3)),
+                next_reasons=by_lane,
+                wire=np.asarray([0, 4000], np.int32),
+                fp32_wire=np.asarray([1, 5], np.int32),
+                health_state=by_region + np.int32(1),
+                trigger=by_region,
+                trips=by_region + np.int32(number > 2),
+                saturated=np.asarray(False),
+                signals=signals,
+            )
+            writer.write(info, step_seconds=0.01, train_loss=0.5)
     return path
 
 
