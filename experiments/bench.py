@@ -256,7 +256,6 @@ def guided_profile(start_step: int, **fields: Any) -> Profile:
 def control_of_train_step(config: Config) -> dict[str, float]:
     """The main job's own model, batch and optimizer; routes that all say FP32 against `lax.pmean`."""
     from experiments import batches, vision
-    from experiments import config as configs
 
     job = dataclasses.replace(vision.digits(), devices=config.devices)
     task = vision.TASKS[job.task](job)
@@ -265,7 +264,7 @@ def control_of_train_step(config: Config) -> dict[str, float]:
     shape = (config.devices, job.per_worker_batch)
     batch = next(batches.batches(train, 1, shape, seed=0))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    profile = configs.POLICIES["guided"](job)
+    profile = Profile.load(job.profile)
     late = [profile.phases[0], *(p.model_copy(update={"start_step": 2**30}) for p in profile.phases[1:])]
     profile = profile.model_copy(update={"phases": tuple(late[:2])})
     aggregate = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=config.devices)

@@ -1,25 +1,33 @@
-"""What a job depends on, and the policies: how gradients are averaged, in nothing else do they differ."""
+"""What a job depends on."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
-import optax
 import tyro
 
 import nf_jax
-from nf_jax import Profile, Route, cluster
+from nf_jax import cluster
 
-Policy = Literal["fp32", "bf16", "static", "static-ef", "guided"]
+Policy = Literal[
+    "fp32",
+    "bf16",
+    "static",
+    "static-ef",
+    "guided",
+    "signsgd",
+    "terngrad",
+    "powersgd1",
+    "powersgd2",
+    "powersgd4",
+    "dgc",
+    "accordion",
+]
 AXIS = "batch"
 LEVELS = ("hosts", "devices")  # the axes of a mesh with two levels
 TROUBLE_STEPS = 20
-TROUBLE_FACTOR = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Config:
     """Peak of the learning rate, which falls to 0 along a cosine."""
     policies: tuple[Policy, ...] = ("fp32", "static", "guided")
     """How gradients are averaged. `static`: majority signs everywhere from step 0, without error feedback;
-    `static-ef`: with it; `guided`: by the profile."""
+    `static-ef`: with it; `guided`: by the profile. The others: published rules, in baselines.py."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each decides initial parameters and the order of the examples, alike for all policies."""
     devices: int = 8
@@ -61,6 +69,8 @@ class Config:
     """Steps over which the learning rate rises to its peak."""
     weight_decay: float = 1e-4
     """The optimizer's."""
+    signsgd_learning_rate: float = 1e-3
+    """Peak of the learning rate of `signsgd`, whose every step is a sign."""
     clip_norm: float = 1.0
     """Global norm to which mean gradients are clipped."""
     num_evaluations: int = 10
@@ -112,60 +122,3 @@ class Config:
         """The steps at which trouble strikes."""
         start = self.steps // 2
         return range(0) if self.trouble == "none" else range(start, start + TROUBLE_STEPS)
-
-
-def _static(**codec: object) -> Profile:
-    return Profile.static(Route.SIGN, down="majority", scale="leaf", **codec)
-
-
-POLICIES: dict[Policy, Callable[[Config], Profile]] = {
-    "fp32": lambda _: Profile.static(Route.FP32),
-    "bf16": lambda _: Profile.static(Route.BF16),
-    "static": lambda _: _static(error_feedback=False, server_error_feedback=False),
-    "static-ef": lambda _: _static(),
-    "guided": lambda config: Profile.load(config.profile),
-}
-
-
-def check_files(config: Config) -> None:
-    """Raises ValueError before a run for what it would find out in its middle."""
-    if config.resume and config.cluster.is_distributed:
-        raise ValueError("resume: expected a job of one process; start one of several processes anew")
-    for policy in config.policies:
-        POLICIES[policy](config)
-    if config.measured is not None:
-        config.measured.check_workers(config.devices // config.devices_per_host)
-
-
-def make_optimizer(config: Config, profile: Profile) -> optax.GradientTransformation:
-    """The same for every policy, but for how gradients are averaged."""
-    schedule = learning_rates(config)
-    aggregate = nf_jax.aggregate_gradients(
-        profile, axis=config.axis, num_workers=config.num_workers, substrate=config.measured
-    )
-    if config.optimizer == "adamw":
-        rule = optax.adamw(schedule, weight_decay=config.weight_decay)
-    else:
-        is_matrix = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
-        decay = optax.add_decayed_weights(config.weight_decay, mask=is_matrix)
-        rule = optax.chain(decay, optax.sgd(schedule, momentum=0.9, nesterov=True))
-    return optax.chain(aggregate, optax.clip_by_global_norm(config.clip_norm), rule)
-
-
-def learning_rates(config: Config) -> optax.Schedule:
-    """Up in a line, down along a cosine; ten times as high where that is the trouble."""
-    if config.warmup_steps:
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0, config.learning_rate, config.warmup_steps, config.steps
-        )
-    else:
-        schedule = optax.cosine_decay_schedule(config.learning_rate, config.steps)
-    if config.trouble != "learning_rate":
-        return schedule
-    start, stop = config.troubled.start, config.troubled.stop
-
-    def struck(step: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-        is_struck = (jnp.asarray(step) >= start) & (jnp.asarray(step) < stop)
-        return schedule(step) * jnp.where(is_struck, TROUBLE_FACTOR, 1.0)
-
-    return struck

@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import runs
-from experiments.config import POLICIES, Config, Policy, check_files
+from experiments.config import Config, Policy
 from experiments.paired import CONFIDENCE, difference
+from experiments.policies import check_files
 from experiments.runs import Run, Task
 from nf_jax import Profile, cluster
 
@@ -64,7 +65,7 @@ def main(
 def remove_results(out: Path) -> None:
     """Deletes what an earlier job wrote, so that no folder mixes two."""
     names = ("trace.jsonl", "run.json")
-    kept = [path for policy in POLICIES for name in names for path in out.glob(f"{policy}-*/{name}")]
+    kept = [path for policy in get_args(Policy) for name in names for path in out.glob(f"{policy}-*/{name}")]
     for path in [out / "summary.json", out / "curves.png", *kept]:
         path.unlink(missing_ok=True)
 
@@ -229,6 +230,13 @@ STYLES = {  # Okabe and Ito's colours, told apart with every kind of sight; line
     "static": ("#D55E00", "--"),
     "static-ef": ("#CC79A7", "--"),
     "guided": ("#0072B2", "-"),
+    "signsgd": ("#E69F00", ":"),
+    "terngrad": ("#56B4E9", ":"),
+    "powersgd1": ("#8B6F00", ":"),
+    "powersgd2": ("#8B6F00", "--"),
+    "powersgd4": ("#8B6F00", "-"),
+    "dgc": ("#999999", "-."),
+    "accordion": ("#0072B2", ":"),
 }
 
 

@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nf_jax
 from experiments.batches import Change, batches, changed, chunks
-from experiments.config import AXIS, LEVELS, POLICIES, Config, Policy, make_optimizer
+from experiments.config import AXIS, LEVELS, Config, Policy
+from experiments.policies import PROFILES, Rule, make_optimizer, rule_of
 from nf_jax import Profile, capacity, cluster, processes, trace, training
 
 
@@ -133,9 +134,17 @@ class Program(NamedTuple):
     model_state_bytes: int
 
 
-def prepare(config: Config, task: Task, train: Any, profile: Profile, name: str) -> Program:
-    """What every run of a profile shares; processes compare that they run the same."""
-    tx = make_optimizer(config, profile)
+def prepare(config: Config, task: Task, train: Any, make_rule: Callable[[Any], Rule], name: str) -> Program:
+    """What every run of a policy shares; processes compare that they run the same.
+
+    Args:
+      config, task, train: what is trained.
+      make_rule: shapes of the params -> how gradients are averaged.
+      name: of the policy.
+    """
+    key = lambda seed: jax.random.key(seed, impl="rbg")  # noqa: E731 threefry takes XLA 5 s to compile here
+    rule = make_rule(jax.eval_shape(lambda: task.init(key(0), train)[0]))
+    tx = make_optimizer(config, rule, name)
 
     @jax.jit
     def start(params: Any, model_state: Any) -> training.TrainState:
@@ -143,17 +152,16 @@ def prepare(config: Config, task: Task, train: Any, profile: Profile, name: str)
         return state.replace(step=jnp.int32(0))  # Flax's Python int would compile anew
 
     def init(seed: int) -> training.TrainState:
-        # Of threefry's keys XLA takes 5 s to compile here.
-        return start(*task.init(jax.random.key(seed, impl="rbg"), train))
+        return start(*task.init(key(seed), train))
 
     shapes = jax.eval_shape(init, 0)
-    substrate = config.measured
-    plan = nf_jax.plan(profile, shapes.params, config.num_workers, substrate=substrate)
-    processes.check_agreement(profile, plan, substrate=substrate, config=describe_shared(config), policy=name)
+    plan = nf_jax.plan(rule.profile, shapes.params, config.num_workers, substrate=rule.substrate)
+    shared = describe_shared(config)
+    processes.check_agreement(rule.profile, plan, substrate=rule.substrate, config=shared, policy=name)
     devices = jax.devices()[: config.devices]
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.model_state))
     return Program(
-        profile,
+        rule.profile,
         plan,
         init,
         MAPPINGS[config.parallel](devices, task.loss_fn, shapes, config.devices_per_host),
@@ -182,7 +190,8 @@ class Run(NamedTuple):
 def run_policy(config: Config, task: Task, policy: Policy, tick: Callable[[str], None]) -> Iterator[Run]:
     """One run per seed; the step is compiled for the first and used by all."""
     data = task.load()
-    make = functools.cache(lambda: prepare(config, task, data[0], POLICIES[policy](config), policy))
+    make_rule = functools.partial(rule_of, config, policy)
+    make = functools.cache(lambda: prepare(config, task, data[0], make_rule, policy))
     for seed in config.seeds:
         header = {"policy": policy, "seed": seed, "num_workers": config.devices}
         if (run := finished_run(config, header)) is not None:
@@ -331,5 +340,6 @@ def describe_run(config: Config, policy: Policy) -> str:
     """All of the config that a single run depends on."""
     lines = describe_shared(config).splitlines()
     kept = [line for line in lines if not line.startswith(("policies ", "seeds ", "parallel "))]
-    profile = zlib.crc32(POLICIES[policy](config).dumps().encode())
-    return "\n".join([*kept, f"profile = {profile:08x}"])
+    if policy in PROFILES:
+        kept.append(f"profile = {zlib.crc32(PROFILES[policy](config).dumps().encode()):08x}")
+    return "\n".join(kept)

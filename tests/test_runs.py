@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
+from typing import get_args
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import batches, runs, vision
-from experiments.config import Config, learning_rates
+import nf_jax
+from experiments import batches, jobs, runs, vision
+from experiments.config import AXIS, Config, Policy
 from experiments.data import SETS, Images
+from experiments.policies import check_files, learning_rates, make_optimizer, rule_of
 from experiments.runs import Task
 
 jax.devices()  # the suite's eight, before a job asks for fewer
@@ -110,7 +114,7 @@ def test_trouble_strikes_from_the_middle_for_twenty_steps(steps):
         dataclasses.replace(vision.digits(), steps=steps, trouble=trouble)
         for trouble in ("none", "learning_rate")
     )
-    before, after = learning_rates(calm), learning_rates(struck)
+    before, after = learning_rates(calm, 1e-3), learning_rates(struck, 1e-3)
     factors = [float(np.divide(after(step), before(step))) for step in range(steps)]
     expected = [10.0 if steps // 2 <= step < steps // 2 + 20 else 1.0 for step in range(steps)]
     assert factors == pytest.approx(expected)
@@ -160,9 +164,45 @@ def test_a_resumed_job_keeps_its_finished_runs_and_trains_the_others(tmp_path):
 
 
 def test_several_processes_do_not_resume():
-    from experiments.config import check_files
     from nf_jax.cluster import Cluster
 
     config = dataclasses.replace(vision.digits(), resume=True, cluster=Cluster(distributed=True))
     with pytest.raises(ValueError, match="resume: expected a job of one process"):
         check_files(config)
+
+
+def test_every_policy_has_a_rule_and_a_style():
+    config = dataclasses.replace(vision.digits(), devices=4)
+    params = jax.eval_shape(lambda: toy_task([0]).init(jax.random.key(0), vision.load_digits()[0])[0])
+    for policy in get_args(Policy):
+        if policy == "guided":
+            continue  # its profile is of another model
+        rule = rule_of(config, policy, params)
+        assert nf_jax.plan(rule.profile, params, 4).num_lanes >= 1
+        jax.eval_shape(make_optimizer(config, rule, policy).init, params)
+    assert set(jobs.STYLES) == set(get_args(Policy))
+
+
+@pytest.mark.parametrize("policy", ["signsgd", "dgc"])
+def test_rules_that_bring_their_own_steps_are_followed_by_none(policy):
+    config = dataclasses.replace(
+        vision.digits(), optimizer="sgd", devices=1, weight_decay=0.0, clip_norm=1e9, learning_rate=0.5
+    )
+    params = {"kernel": jax.numpy.ones((8, 8))}
+    tx = make_optimizer(config, rule_of(config, policy, params), policy)
+
+    @functools.partial(jax.pmap, axis_name=AXIS)
+    def two_steps(gradients: object, state: object) -> object:
+        updates, state = tx.update(gradients, state, params)
+        return updates, tx.update(gradients, state, params)[0]
+
+    stack = lambda tree: jax.tree.map(lambda leaf: jax.numpy.asarray(leaf)[None], tree)  # noqa: E731
+    gradients = {"kernel": np.random.default_rng(0).normal(size=(1, 8, 8)).astype(np.float32)}
+    first, second = (np.asarray(u["kernel"]) for u in two_steps(gradients, stack(tx.init(params))))
+    if policy == "signsgd":
+        # A step's length is the learning rate, whatever the gradient and the step before.
+        np.testing.assert_allclose(np.abs(first), config.signsgd_learning_rate, rtol=1e-3)
+        np.testing.assert_allclose(first, second, rtol=1e-2)
+    else:
+        # Without momentum after it: what is not sent does not move.
+        assert ((first == 0) | (first == -0.5 * gradients["kernel"])).mean() > 0.9
