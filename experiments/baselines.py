@@ -26,6 +26,7 @@ import optax
 from jax import Array, lax
 
 from experiments.baselines_accordion import accordion, accordion_profile
+from experiments.baselines_bucket import bucketsign
 from experiments.baselines_dgc import dgc
 from experiments.baselines_rule import Leaves, Rule, Shapes, exact_profile, transform
 from nf_jax import Profile
@@ -213,6 +214,10 @@ BASELINES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "powersgd4": functools.partial(powersgd, rank=4),
     "dgc": dgc,
     "accordion": accordion,
+    "sign-per-leaf": functools.partial(bucketsign, cap_bytes=0),
+    "sign-per-1mib": functools.partial(bucketsign, cap_bytes=2**20),
+    "sign-per-5mib": functools.partial(bucketsign, cap_bytes=5 * 2**20),
+    "sign-per-25mib": functools.partial(bucketsign, cap_bytes=25 * 2**20),
 }
 """`(axis, num_workers, **options)` -> a transform; `axis` is the name of the data-parallel axis of the
 surrounding `pmap` or `shard_map`, and `num_workers` its size."""

@@ -24,6 +24,10 @@ Policy = Literal[
     "powersgd4",
     "dgc",
     "accordion",
+    "sign-per-leaf",
+    "sign-per-1mib",
+    "sign-per-5mib",
+    "sign-per-25mib",
 ]
 AXIS = "batch"
 LEVELS = ("hosts", "devices")  # the axes of a mesh with two levels

@@ -237,6 +237,10 @@ STYLES = {  # Okabe and Ito's colours, told apart with every kind of sight; line
     "powersgd4": ("#8B6F00", "-"),
     "dgc": ("#999999", "-."),
     "accordion": ("#0072B2", ":"),
+    "sign-per-leaf": ("#332288", "-"),
+    "sign-per-1mib": ("#332288", "--"),
+    "sign-per-5mib": ("#332288", "-."),
+    "sign-per-25mib": ("#332288", ":"),
 }
 
 

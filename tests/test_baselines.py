@@ -16,6 +16,7 @@ from workers import AXIS, mapped, rows_are_equal
 
 import nf_jax
 from experiments import baselines
+from experiments.baselines_bucket import bucketsign, form
 from experiments.baselines_rule import exact_profile
 from nf_jax import Route, training
 from nf_jax.state import find_states
@@ -108,6 +109,9 @@ BYTES = {
     "powersgd4": low_rank(4),
     # Three elements of 2048, five of 4096, with their indices, to three others.
     "dgc": 3 * 8 * 8 + allreduce(4 * 33),
+    # 1 bit up, counts from 0 to 4 in three down; a scale for each of four leaves, or one for all.
+    "sign-per-leaf": 3 * 4 * 4 * math.ceil(NUM_ELEMENTS / 4 / 32) + allreduce(16),
+    "sign-per-1mib": 3 * 4 * 4 * math.ceil(NUM_ELEMENTS / 4 / 32) + allreduce(4),
 }
 # One matrix of 8x8, between two workers and alone: a half of two words; sums from -2 to 2 in 3 bits and one
 # scale; P and Q, once they are smaller than the matrix; one element.
@@ -169,6 +173,35 @@ def test_what_is_not_finite_comes_back_so_and_spoils_nothing_that_is_kept(name: 
     after = jax.tree.map(np.asarray, run.state)
     jax.tree.map(np.testing.assert_array_equal, before.shared, after.shared)
     jax.tree.map(np.testing.assert_array_equal, before.aggregate.memory, after.aggregate.memory)
+
+
+# ================================================================================ scales of buckets
+
+
+@pytest.mark.parametrize(("name", "shared"), [("sign-per-leaf", False), ("sign-per-1mib", True)])
+def test_a_bucket_has_one_scale_and_what_is_kept_is_what_was_not_sent(name: str, shared: bool):
+    run, kept = fresh(name), {path: np.zeros((W, *shape)) for path, shape in SHAPES.items()}
+    for seed in range(2):
+        given = gradients(seed)
+        corrected = {path: leaf + kept[path] for path, leaf in flat(given).items()}
+        total = sum(np.abs(leaf).sum() for leaf in corrected.values()) / W / NUM_ELEMENTS
+        scales = {path: total if shared else np.abs(leaf).mean() for path, leaf in corrected.items()}
+        sent = {path: np.sign(leaf) * scales[path] for path, leaf in corrected.items()}
+        kept = {path: corrected[path] - sent[path] for path in SHAPES}
+        for path, update in first(run.step(given)).items():
+            tolerance = 1e-2 if path == "half" else 1e-5  # updates of bf16 leaves are bf16
+            np.testing.assert_allclose(update, sent[path].mean(0), rtol=tolerance, atol=1e-6)
+            residual = find_states(run.state)[0][1].memory.residual[path]
+            np.testing.assert_allclose(np.asarray(residual).reshape(kept[path].shape), kept[path], atol=1e-5)
+
+
+def test_caps_cut_leaves_into_buckets_as_ddp_does():
+    shapes = {"a": (100,), "b": (100,), "c": (100,)}
+    assert form(shapes, 0) == [["c"], ["b"], ["a"]]
+    assert form(shapes, 500) == [["c", "b"], ["a"]]
+    assert form(shapes, 10**6) == [["c", "b", "a"]]
+    with pytest.raises(ValueError, match="expected cap_bytes of at least 0"):
+        bucketsign(AXIS, W, cap_bytes=-1)
 
 
 # ========================================================================================== signsgd
