@@ -10,9 +10,11 @@
 - Non-finite values and loss spikes are everybody's business: every region sees them. Norm jumps and
   low agreement stay in their region. A residual that is too large refuses one lane for a while.
 - A trip takes `patience_steps` unhealthy steps in a row; one where a value is not finite, and one
-  step in PROBATION. Nothing trips in WARMUP, which travels in FP32 anyway.
+  step in PROBATION.
 - FALLBACK counts healthy steps only; an unhealthy one leaves the count where it is. Unhealthy steps
-  in a row, as many as the first cooldown, are one more trip: an endless overflow ends in LOCKED.
+  in a row, as many as the first cooldown, are one more trip.
+- WARMUP travels in FP32 anyway, so nothing falls back there. But steps that are not finite, as many in
+  a row, are a trip there too: an endless overflow ends in LOCKED, whenever it starts.
 
 What loss and norms are compared with, `baselines.py` learns.
 """
@@ -59,11 +61,14 @@ STATES: dict[Health, str] = {
     Health.ADMITTED: "healthy: low-bit routes are allowed",
     Health.FALLBACK: "in FP32 until enough healthy steps have passed",
     Health.PROBATION: "low-bit again, and back to FP32 at the first unhealthy step",
-    Health.LOCKED: "in FP32 for good after too many trips",
+    Health.LOCKED: (
+        "in FP32 for good, after more trips than health.max_trips allows; "
+        "once the cause is gone, a state from init starts anew"
+    ),
 }
 TRIGGERS: dict[Trigger, str] = {
     Trigger.NONE: "nothing so far",
-    Trigger.NONFINITE: "a loss or gradient was not finite",
+    Trigger.NONFINITE: "a loss or gradient was not finite, or too large to square",
     Trigger.LOSS_SPIKE: "the loss rose far above its running mean",
     Trigger.NORM_JUMP: "the gradient norm rose far above its running mean",
     Trigger.LOW_AGREEMENT: "the workers' signs hardly agreed",
@@ -77,7 +82,8 @@ class HealthState(NamedTuple):
     Attributes:
       state: int32[R], `Health`.
       trigger: int32[R], the last `Trigger` seen (it stays until another one).
-      trips: int32[R], times the region fell back; never decreases.
+      trips: int32[R], times the region fell back, or stayed unhealthy for as long as it would have been in
+        FALLBACK the first time; never decreases.
       streak: int32[R], unhealthy steps in a row, counted anew after a trip.
       wait: int32[R], steps left in FALLBACK or PROBATION, else 0.
       cooldown: int32[R], steps that the next FALLBACK lasts.
@@ -183,11 +189,13 @@ def _move(limits: HealthLimits, state: HealthState, trigger: Array) -> HealthSta
     """Counts, trips and the new state of each region; `trigger` is this step's."""
     warmup, on, fallback, probation, locked = (state.state == i32(health) for health in Health)
     unhealthy = (trigger > i32(Trigger.NONE)) & (trigger < i32(Trigger.RESIDUAL))
-    streak = jnp.where(unhealthy & ~warmup & ~locked, count_up(state.streak), i32(0))
+    nonfinite = trigger == i32(Trigger.NONFINITE)
+    counted = (unhealthy & ~warmup & ~locked) | (nonfinite & warmup)
+    streak = jnp.where(counted, count_up(state.streak), i32(0))
     first_cooldown = max(limits.cooldown_steps, limits.patience_steps, 1)
-    patience = jnp.where(fallback, i32(first_cooldown), i32(max(limits.patience_steps, 1)))
-    at_once = (on & (trigger == i32(Trigger.NONFINITE))) | (probation & unhealthy)
-    trip = at_once | (streak >= patience)
+    patience = jnp.where(fallback | warmup, i32(first_cooldown), i32(max(limits.patience_steps, 1)))
+    trip = (on & nonfinite) | (probation & unhealthy) | (streak >= patience)
+    falls = trip & ~warmup
 
     trips = state.trips + trip.astype(jnp.int32)
     lock = locked | (trips > i32(limits.max_trips))
@@ -197,9 +205,9 @@ def _move(limits: HealthLimits, state: HealthState, trigger: Array) -> HealthSta
     probe = served & fallback & (limits.probation_steps > 0)
     begin = (served & ~probe) | (warmup & (state.num_steps >= i32(limits.warmup_steps)))
 
-    def pick(on_lock: int, on_trip: Any, on_begin: int, on_probe: int, old: Array) -> Array:
+    def pick(on_lock: int, on_fall: Any, on_begin: int, on_probe: int, old: Array) -> Array:
         value = jnp.where(probe, i32(on_probe), jnp.where(begin, i32(on_begin), old))
-        return jnp.where(lock, i32(on_lock), jnp.where(trip, on_trip, value))
+        return jnp.where(lock, i32(on_lock), jnp.where(falls, on_fall, value))
 
     fall_back, probing = i32(Health.FALLBACK), Health.PROBATION
     return state._replace(
@@ -208,6 +216,6 @@ def _move(limits: HealthLimits, state: HealthState, trigger: Array) -> HealthSta
         streak=jnp.where(trip | begin, i32(0), streak),
         wait=pick(0, state.cooldown, 0, limits.probation_steps, wait),
         cooldown=jnp.where(
-            trip, jnp.minimum(state.cooldown * i32(2), i32(MAX_COOLDOWN_STEPS)), state.cooldown
+            falls, jnp.minimum(state.cooldown * i32(2), i32(MAX_COOLDOWN_STEPS)), state.cooldown
         ),
     )

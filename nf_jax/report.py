@@ -15,7 +15,7 @@ from rich.table import Table
 from nf_jax.health import STATES, TRIGGERS, Health, Trigger
 from nf_jax.plan import Plan
 from nf_jax.profile import Profile, Route
-from nf_jax.telemetry import REASONS, Reason
+from nf_jax.telemetry import REASONS, Reason, StepInfo
 from nf_jax.trace import Trace, read_trace
 
 # Okabe and Ito's colours, told apart with every kind of sight; in the order of `Route`.
@@ -176,10 +176,38 @@ def explain(trace: Trace) -> list[str]:
     for step in trace.steps:
         for region, (old, new) in enumerate(zip(before, step["trips"], strict=True)):
             if new > old:
-                trigger, state = Trigger(step["trigger"][region]), Health(step["health_state"][region])
-                lines.append(f"step {step['step']}, {names[region]}: {TRIGGERS[trigger]}; {STATES[state]}")
+                said = _say(step["trigger"][region], step["health_state"][region])
+                lines.append(f"step {step['step']}, {names[region]}: {said}")
         before = step["trips"]
-    return lines
+    return lines + _count_nonfinite(trace.steps, names)
+
+
+def explain_step(info: StepInfo, names: Sequence[str]) -> list[str]:
+    """Sentences, one per region: how healthy it is after a step, and what was last wrong with it.
+
+    Args:
+      info: `nf_jax.step_info(state)`.
+      names: `profile.region_names`.
+    """
+    triggers, states, trips = (np.asarray(x).tolist() for x in (info.trigger, info.health_state, info.trips))
+    rows = zip(names, triggers, states, trips, strict=True)
+    return [f"{name}: {_say(trigger, state)} (trips: {count})" for name, trigger, state, count in rows]
+
+
+def _say(trigger: int, state: int) -> str:
+    return f"{TRIGGERS[Trigger(trigger)]}; {STATES[Health(state)]}"
+
+
+def _count_nonfinite(steps: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """How many steps held a gradient that is not finite, where it began and in which regions."""
+    bad = [step for step in steps if any(step["signals"]["nonfinite"])]
+    if not bad:
+        return []
+    regions = [name for r, name in enumerate(names) if any(step["signals"]["nonfinite"][r] for step in bad)]
+    return [
+        f"gradients were not finite in {len(bad):,} of {len(steps):,} steps, first at step {bad[0]['step']}, "
+        f"in {', '.join(regions)}"
+    ]
 
 
 def plot_trace(trace: Trace, path: Path, title: str) -> None:

@@ -77,7 +77,8 @@ def step_info(state: Any) -> StepInfo:
         the mapped function, or outside it as pmap (stacked) or shard_map (global) return it.
 
     Returns:
-      The `StepInfo`; `info.step` is -1 before the first step.
+      The `StepInfo`; `info.step` is -1 before the first step. `nf_jax.report.explain_step(info,
+      profile.region_names)` puts its health into sentences.
 
     Raises:
       ValueError: there is none, there are several (their paths are listed; pass a part of the state),

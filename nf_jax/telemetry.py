@@ -130,7 +130,7 @@ class StepInfo(NamedTuple):
       fp32_wire: int32[2], bytes it would have sent in FP32, in the same form.
       health_state: int32[R], `Health` after the step.
       trigger: int32[R], the last `Trigger` seen.
-      trips: int32[R], times the region fell back.
+      trips: int32[R], times the region fell back; an endless overflow counts on (see `health`).
       saturated: bool[], whether the reducer counts as saturated after the step.
       signals: what was measured.
     """

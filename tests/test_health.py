@@ -91,7 +91,7 @@ LAWS = {
     "healthy steps end warm-up": ("....", "WAAA", "WAAA", (N, N), (0, 0)),
     "warm-up counts finite steps only": ("nm.n.", "WWWWA", "WWWWA", (F, F), (0, 0)),
     "a missing loss is not a NaN": ("uuuu", "WAAA", "WAAA", (N, N), (0, 0)),
-    "nothing trips in warm-up": ("nnnnnnn", "WWWWWWW", "WWWWWWW", (F, F), (0, 0)),
+    "nothing falls back in warm-up": ("nnn.nnn.", "WWWWWWWA", "WWWWWWWA", (F, F), (0, 0)),
     "one non-finite gradient trips every region at once": ("..n", "WAF", "WAF", (F, F), (1, 1)),
     "a NaN loss trips every region at once": ("..m", "WAF", "WAF", (F, F), (1, 1)),
     "an infinite norm counts as non-finite": ("..i", "WAF", "WAF", (F, F), (1, 1)),
@@ -110,6 +110,14 @@ LAWS = {
     "too many trips lock": (BROKEN, LOCKS, LOCKS, (F, F), (3, 3)),
     "a locked region stays": (BROKEN + TEN, LOCKS + "L" * 10, LOCKS + "L" * 10, (F, F), (3, 3)),
     "endless overflow locks": ("..n" + "n" * 9, "WAFFFFFFFFLL", "WAFFFFFFFFLL", (F, F), (3, 3)),
+    "endless overflow from the start locks": ("n" * 13, "W" * 11 + "LL", "W" * 11 + "LL", (F, F), (3, 3)),
+    "an overflow that ends in time leaves warm-up": (
+        "n" * 11 + "...",
+        "W" * 12 + "AA",
+        "W" * 12 + "AA",
+        (F, F),
+        (2, 2),
+    ),
 }
 
 
@@ -120,6 +128,11 @@ def test_state_machine(law: str):
     assert (letters(states, 0), letters(states, 1)) == (first, second)
     assert tuple(states[-1].trigger.tolist()) == triggers
     assert tuple(states[-1].trips.tolist()) == trips
+
+
+def test_only_what_is_not_finite_counts_in_warm_up():
+    states = run("a" * 8 + ".", warmup_steps=9)
+    assert letters(states, 0) == "W" * 8 + "A" and not np.any(states[-1].trips)
 
 
 def test_no_probation_goes_straight_to_admitted():
