@@ -97,6 +97,7 @@ def pmean(
             f"pmean: expected a plan of one level, got one for {plan.num_hosts} hosts of {plan.num_inner} "
             "devices: what a worker sent is then no longer its own. Use aggregate_gradients."
         )
+    collectives.check_uniform(jnp.asarray(seed), axis, "seed")
     leaves = [leaf for _, leaf in named]
     moving = [i for i in range(len(leaves)) if i not in plan.idle]
     collectives.check_local([leaves[i] for i in moving], [plan.paths[i] for i in moving], axis)
@@ -176,7 +177,7 @@ def average(
         is_lossy = jnp.asarray(route) != Route.FP32
         wholes = _wholes(outcome.means, [plan.shapes[i] for i in group.leaves], is_lossy, inner)
         for index, mean in zip(group.leaves, wholes, strict=True):
-            means[index] = mean.astype(leaves[index].dtype)
+            means[index] = _narrow(mean, leaves[index].dtype)
         if keep_sent:
             for index, part in zip(group.leaves, unstack(outcome.sent, shapes), strict=True):
                 sent[index] = part
@@ -196,6 +197,15 @@ def average(
         agreement,
         residual_ratio,
     )
+
+
+def _narrow(mean: Array, dtype: Any) -> Array:
+    """A mean in the leaf's dtype. What is finite stays so: signs at one size, or gradients with what was
+    owed, may go beyond the largest `f16` or `bf16`, which a plain mean cannot."""
+    if mean.dtype == dtype:
+        return mean
+    largest = jnp.finfo(dtype).max.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(mean), jnp.clip(mean, -largest, largest), mean).astype(dtype)
 
 
 def _pieces(group: Group, leaves: Sequence[Array], inner: collectives.Level | None) -> Sequence[Array]:

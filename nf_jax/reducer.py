@@ -104,8 +104,10 @@ def _fit_level(
     peak = row_peak * col_peak
     live = peak > _SMALLEST_SCALE
     inverse = jnp.where(live, 1 / jnp.maximum(peak, _SMALLEST_SCALE), peak * jnp.float32(0))
-    row = row * jnp.where(live, 1 / jnp.where(live, row_peak, jnp.float32(1)), jnp.float32(0))
-    col = col * jnp.where(live, 1 / jnp.where(live, col_peak, jnp.float32(1)), jnp.float32(0))
+    row, col = (
+        jnp.where(live, factor / jnp.where(live, its_peak, jnp.float32(1)), jnp.float32(0))
+        for factor, its_peak in ((row, row_peak), (col, col_peak))
+    )
     repeats = segment.cols // col[0].size
     scale_squared = jnp.sum(row * row, axis=inner) * jnp.sum(col * col, axis=inner) * np.float32(repeats)
     size = jnp.abs(values * inverse)
@@ -113,6 +115,8 @@ def _fit_level(
         fitted = jnp.sum(size * (row * col), axis=inner) / nonzero(scale_squared)
     else:
         fitted = jnp.sqrt(jnp.sum(size * size, axis=inner) / nonzero(scale_squared))
+    # Where what is owed is so much larger than the scale that their ratio overflows, it waits.
+    fitted = jnp.where(jnp.isfinite(fitted), fitted, jnp.float32(0))
     return fitted + jnp.sum(peak * jnp.float32(0), axis=inner)  # a NaN stays one
 
 

@@ -148,12 +148,13 @@ def scale_factors(agreed: Array, segment: Segment) -> tuple[Array, Array]:
     """The agreed scale as two factors whose product broadcasts over the leaf's matrix.
 
     A non-finite entry anywhere makes every entry NaN: a leaf with a NaN or an overflow on any worker must
-    come back non-finite as a whole (a sign would hide it).
+    come back non-finite as a whole (a sign would hide it). So does an overflow of the sum of all magnitudes,
+    over elements and workers: wherever a plain mean overflows, that sum does.
 
     Returns:
       `row`, `f32[rows or 1, 1]`, and `col`, `f32[1, cols or 1]`; of one axis where the matrix has one.
     """
-    poison = jnp.sum(agreed * jnp.float32(0))
+    poison = (jnp.sum(agreed) + _total(agreed, segment)) * jnp.float32(0)
     one = jnp.ones((1,) * len(segment.matrix_shape), jnp.float32)
     if segment.scale == "leaf":
         return one * (agreed + poison), one
@@ -163,8 +164,17 @@ def scale_factors(agreed: Array, segment: Segment) -> tuple[Array, Array]:
         return one, (agreed + poison)[None, :]
     row, col = agreed[: segment.rows], agreed[segment.rows :]
     mean = jnp.mean(row)
-    inverse = jnp.where(mean > 0, 1 / jnp.where(mean > 0, mean, jnp.float32(1)), jnp.float32(0))
+    # The inverse of a denormal would be infinite, where the hardware does not take it for zero.
+    live = mean >= jnp.finfo(jnp.float32).tiny
+    inverse = jnp.where(live, 1 / jnp.where(live, mean, jnp.float32(1)), jnp.float32(0))
     return (row + poison)[:, None], (col * inverse + poison)[None, :]
+
+
+def _total(agreed: Array, segment: Segment) -> Array:
+    """The sum of magnitudes over a leaf's elements and all workers, `f32[]`, from its agreed scale."""
+    by_row = agreed[: segment.rows] if segment.scale == "rank1" else agreed
+    summed = segment.size // by_row.shape[0] * segment.num_workers
+    return jnp.sum(by_row) * np.float32(summed)
 
 
 def shard_factors(row: Array, col: Array, segment: Segment, index: Array) -> tuple[Array, Array]:
