@@ -46,6 +46,10 @@ def aggregate_gradients(
     (an error here), and `MultiSteps` communicates on every mini-step: accumulate gradients yourself and
     call `update` once (`nf_jax.training` does).
 
+    Routes are derived from reduced signals and from a state that is the same on all workers; what differs
+    would deadlock. Where JAX tracks it (`shard_map` with `check_vma=True`) such a state is an error; under
+    pmap and `check_vma=False` nothing can tell, so never branch on, or restore, what is a worker's own.
+
     Aggregation does not overlap with the backward pass in this version.
 
     Args:
@@ -67,8 +71,9 @@ def aggregate_gradients(
 
     Returns:
       An optax transform. Its `update` takes `value=` (this worker's loss, `f32[]`) and `reducer_load=`
-      (a host-measured load of the reducer, 1 is full) as keyword arguments; both are reduced over
-      workers and act one step later. The updates it returns are means, in the gradients' dtypes.
+      (a host-measured load of the reducer, 1 is full) as keyword arguments, given by all workers or by
+      none; both are reduced over workers and act one step later. The updates it returns are means, in the
+      gradients' dtypes.
 
     Raises:
       ValueError: at trace time, for anything that would go wrong silently: see the tests' names.
@@ -333,6 +338,8 @@ def _check_call(
             )
         for planned, memory in zip(beside.plans, state.shadow.memory, strict=True):
             _check_memory(planned, memory, "shadow ")
+    for path, leaf in regions.leaves_with_paths(state._replace(memory=(), shadow=None))[0]:
+        collectives.check_uniform(jnp.asarray(leaf), axis, f"state: {path}")
 
 
 def _check_state(plan: Plan, memory: Memory, layout: Layout) -> None:
