@@ -123,6 +123,11 @@ class Testbed:
             elif "tbf" in _call(*where, "show", "dev", interface):
                 _call(*where, "del", "dev", interface, "root")
 
+    def set_cable(self, host: int, is_in: bool) -> None:
+        """Pulls the cable of a host out of the switch, or puts it in again; processes run on meanwhile."""
+        port = f"port{host}"
+        _call("ip", "-n", f"{self.name}-switch", "link", "set", port, "up" if is_in else "down")
+
     def popen(
         self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:

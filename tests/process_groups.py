@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_SECONDS = 120
+PAUSE_SECONDS = float(os.environ.get("NF_JAX_PAUSE_SECONDS", "2"))
+"""For how long tests stop a process, or cut a link; what the README promises takes 20 s, and 10 s."""
 
 
 class Ended(NamedTuple):

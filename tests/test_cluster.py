@@ -134,6 +134,20 @@ def test_a_lost_process_ends_the_others_with_a_message_in_bounded_time(what, vic
             assert f"error: process {victim} of 2" in lost.output and "killed" in lost.output, lost
 
 
+def test_a_process_that_is_stopped_for_a_while_holds_the_others_up_and_all_go_on():
+    """What a hypervisor does when it moves a machine. 20 s: NF_JAX_PAUSE_SECONDS=20 pytest ..."""
+    assert Cluster().heartbeat_timeout_seconds >= 2 * 20
+    with process_groups.started(2, WORKER, "to-the-end", "60", "60") as group:
+        for process in group:
+            read_until_up(process)
+        for victim in (1, 0):  # a worker, then the coordinator
+            group[victim].send_signal(signal.SIGSTOP)
+            time.sleep(process_groups.PAUSE_SECONDS)
+            assert group[1 - victim].poll() is None
+            group[victim].send_signal(signal.SIGCONT)
+        assert [(ended.code, ended.output) for ended in process_groups.wait(group)] == [(0, "")] * 2
+
+
 def test_a_process_that_raises_says_why_and_ends_the_others():
     with process_groups.started(2, WORKER, "raise") as group:
         other, raised = process_groups.wait(group)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import cluster_worker
+import process_groups
 import pytest
 
 from experiments import testbed
@@ -194,6 +196,52 @@ def test_two_testbeds_do_not_meet():
         transfer(one, 1_000_000)
         assert one.tx_bytes(0) > 1_000_000 and two.tx_bytes(0) < 10_000
     assert not namespaces(one.name) and not namespaces(two.name)
+
+
+# ------------------------------------------------------------------------------------------- cables
+
+WORKER = str(cluster_worker.__file__)
+
+
+def start_workers(bed: testbed.Testbed, *arguments: str) -> list[subprocess.Popen[str]]:
+    """A process of `cluster_worker` on each of two hosts, both up."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    argv = [sys.executable, WORKER, *arguments]
+    processes = [bed.popen(host, argv, variables, **streams) for host in (0, 1)]
+    for process in processes:
+        assert process.stdout and any("is up" in line for line in process.stdout)
+    return processes
+
+
+@needs_root
+def test_a_cable_that_is_pulled_for_a_while_holds_the_run_up_and_all_go_on():
+    """10 s: NF_JAX_PAUSE_SECONDS=10 pytest ..."""
+    with testbed.open_testbed(2) as bed:
+        processes = start_workers(bed, "to-the-end", "60", "60")
+        bed.set_cable(1, False)
+        sent = bed.tx_bytes(0)
+        time.sleep(process_groups.PAUSE_SECONDS)
+        assert [process.poll() for process in processes] == [None, None]
+        assert bed.tx_bytes(0) - sent < 100_000  # retries alone
+        bed.set_cable(1, True)
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+
+
+@needs_root
+@pytest.mark.skipif("NF_JAX_PAUSE_SECONDS" not in os.environ, reason="takes 30 s; set NF_JAX_PAUSE_SECONDS")
+def test_a_cable_that_stays_out_ends_both_sides_with_a_message_after_the_heartbeats_timeout():
+    with testbed.open_testbed(2) as bed:
+        processes = start_workers(bed, "for-ever", "60", "10")
+        bed.set_cable(1, False)
+        start = time.monotonic()
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        assert time.monotonic() - start < 10 + 20
+    for host, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        assert process.returncode not in (0, None)
+        assert f"error: process {host} of 2" in output and "another process" in output
 
 
 # ---------------------------------------------------------------------------------------- teardown
