@@ -38,10 +38,11 @@ import numpy as np
 import optax
 from sklearn import datasets
 
-from experiments import data, jobs, resnet
+from experiments import calibration, data, jobs, resnet
 from experiments.config import Config
 from experiments.data import Images
 from experiments.runs import Task
+from nf_jax import calibrate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -218,6 +219,14 @@ TASKS: dict[str, Callable[[Config], Task]] = {
     "cifar100": lambda config: image_task(config, "cifar100", 100),
     "icons100": lambda config: image_task(config, "icons100", 100),
 }
+
+# ======================================================================================= calibration
+
+
+def calibration_job(config: Config) -> calibrate.Job:
+    """What `nf-jax calibrate experiments.vision:digits` searches, to a point of accuracy."""
+    return calibration.make_job(config, TASKS[config.task](config), tolerance=1.0, loss_tolerance=0.1)
+
 
 # ============================================================================================== main
 
