@@ -17,16 +17,21 @@ from typing import Any
 import jax
 import numpy as np
 
+import nf_jax
 from experiments import jobs, runs
 from experiments.config import Config
 from experiments.runs import Program, Task
 from nf_jax import Profile, cluster
 from nf_jax.calibrate import Job, Outcome, Report
 from nf_jax.profile import Phase, Region, Route
+from nf_jax.shadow_trace import ShadowWriter
 from nf_jax.trace import TraceWriter
 
 HELD_OUT = 5
 """One training example of so many is held out."""
+
+SHADOW_LINES = 200
+"""A shadow trace has about so many steps."""
 
 START = Profile(
     name="start",
@@ -54,22 +59,27 @@ def make_job(config: Config, task: Task, *, tolerance: float, loss_tolerance: fl
     shapes, _ = jax.eval_shape(lambda key: task.init(key, train), jax.random.key(0, impl="rbg"))
 
     @functools.lru_cache(maxsize=1)  # the runs of a profile come one after the other
-    def prepare(profile: Any, steps: int) -> tuple[Config, Program]:
+    def prepare(profile_toml: str, steps: int) -> tuple[Config, Program]:
         own = shorten(config, steps)
-        return own, runs.prepare(own, task, train, profile, "calibrate")
+        return own, runs.prepare(own, task, train, Profile.loads(profile_toml), "calibrate")
 
     def measure(
         profile: Profile, *, steps: int, seed: int, trace: Path | None, report: Report
     ) -> Outcome | None:
-        own, program = prepare(profile, steps)
+        own, program = prepare(profile.dumps(), steps)
         return train_once(own, task, program, (train, held_out), seed, trace, report)
 
+    def shadow(*, steps: int, seed: int, trace: Path) -> None:
+        own = shorten(config, steps)
+        train_in_shadow(own, task, runs.prepare(own, task, train, start, "shadow", True), train, seed, trace)
+
+    start = Profile.load(config.profile) if config.profile.exists() else START
     return Job(
         name=config.task if not config.model else f"{config.task} {config.model}",
         params=shapes,
         num_workers=config.num_workers,
         steps=config.steps,
-        start=Profile.load(config.profile) if config.profile.exists() else START,
+        start=start,
         metric=f"validation_{task.metric}",
         higher_is_better=jobs.METRICS[f"test_{task.metric}"].higher_is_better,
         tolerance=tolerance,
@@ -78,6 +88,7 @@ def make_job(config: Config, task: Task, *, tolerance: float, loss_tolerance: fl
         batch_size=config.devices * config.per_worker_batch,
         optimizer=describe_optimizer(config),
         devices=f"{config.devices} virtual CPU devices" if config.cluster.platform == "cpu" else None,
+        shadow=shadow,
     )
 
 
@@ -123,6 +134,17 @@ def train_once(
                 return None
     row = runs.make_row(config, task, {"seed": seed}, steps)
     return Outcome(row["value"], row["test_loss"], row["wire_bytes"], row["fp32_bytes"], row["trips"])
+
+
+def train_in_shadow(config: Config, task: Task, program: Program, train: Any, seed: int, trace: Path) -> None:
+    """Trains exactly, and writes what candidates would have done."""
+    mapped, every = program.mapped, max(1, config.steps // SHADOW_LINES)
+    watched = nf_jax.shadow_plan(program.profile, jax.eval_shape(program.init, 0).params, config.num_workers)
+    state = mapped.place(jax.device_get(program.init(seed)))
+    with ShadowWriter(trace, program.profile.dumps(), watched.leaves, every=every) as writer:
+        for batch in runs.worker_batches(config, task, train, seed):
+            state, _ = jax.block_until_ready(mapped.step(state, batch))
+            writer.write(jax.device_get(nf_jax.shadow_info(state.opt_state)))
 
 
 def open_trace(

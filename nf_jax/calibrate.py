@@ -1,9 +1,10 @@
 """Finds the operating profile of a job: the fewest bytes at which it still trains as FP32 does.
 
-1. FP32 runs of full length, one per seed: the reference, and health limits from their own signals.
-2. Hyperband over short runs of another seed: bytes against held-out loss (`search.py`).
-3. Finalists: BF16 and the best of the search's Pareto front, at full length, paired with FP32 by seed.
-4. The cheapest whose one-sided bound on the loss of quality is within tolerance; limits for its residuals and
+1. A shadow run, if the job has one: regions, and which of them are safe (`protections.py`).
+2. FP32 runs of full length, one per seed: the reference, and health limits from their own signals.
+3. Hyperband over short runs of another seed: bytes against held-out loss (`search.py`).
+4. Finalists: BF16 and the best of the search's Pareto front, at full length, paired with FP32 by seed.
+5. The cheapest whose one-sided bound on the loss of quality is within tolerance; limits for its residuals and
    votes from its own runs. If none is: stay on FP32.
 
 Everything measured is kept in a folder: what was killed goes on, and ends with the same file.
@@ -24,10 +25,11 @@ from nf_jax.columns import read_columns
 from nf_jax.job import Job, Measure, Outcome, Report
 from nf_jax.lab import Lab, Options, Run, Tell, find_versions, num_steps, open_folder, search_steps
 from nf_jax.profile import Profile, Provenance, Target
+from nf_jax.protections import find_protections
 from nf_jax.replay import replay
 from nf_jax.search import Trial
 from nf_jax.shortlist import Makers, choose_finalists, search_short
-from nf_jax.space import BF16, Protection, Settings, describe, make_profile, model_of, protection_of, relax
+from nf_jax.space import BF16, Settings, describe, make_profile, model_of
 from nf_jax.thresholds import Limit
 
 # What jobs and calls are written with, from one place.
@@ -112,7 +114,7 @@ def calibrate(
     """
     began = open_folder(folder, job, options)
     lab = Lab(job, folder, tell)
-    protections = find_protections(job, lab)
+    protections = find_protections(job, lab, options)
     model = model_of(job.name, job.params)
     exact = measure_exact(lab, options, make_profile(job.start, model, protections[0], None, {}, job.steps))
     traces = [read_columns(run.trace) for run in exact.runs if run.trace]
@@ -141,17 +143,6 @@ def calibrate(
 
 
 # ------------------------------------------------------------------------------------------ full length
-
-
-def find_protections(job: Job, lab: Lab) -> tuple[Protection, ...]:
-    """The job's own; and the same with BF16 for what it keeps in FP32."""
-    own = protection_of(job.start)
-    if not own.free:
-        raise ValueError(
-            f"profile {job.start.name!r}: expected a region that may go low-bit, got none: the search starts "
-            "from the regions that it sends as SIGN or TERNARY in some phase"
-        )
-    return (own, relax(own)) if relax(own) != own else (own,)
 
 
 def measure_exact(lab: Lab, options: Options, profile: Profile) -> Candidate:

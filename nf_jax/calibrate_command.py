@@ -91,7 +91,8 @@ def describe_calibration(command: Calibrate) -> str:
     for name, value in dataclasses.asdict(command.options).items():
         if value != getattr(default, name):
             words = map(str, value) if isinstance(value, tuple) else [str(value)]
-            text += f" --{name.replace('_', '-')} {' '.join(words)}"
+            flag = name.replace("_", "-")
+            text += f" --no-{flag}" if value is False else f" --{flag} {' '.join(words)}"
     return text
 
 

@@ -57,8 +57,12 @@ class Measure(Protocol):
         ...
 
 
-Shadow = Callable[..., Any]
-"""`shadow(steps=, seed=, trace=)`: trains in FP32 and writes what low-bit routes would have done."""
+class Shadow(Protocol):
+    """Trains once with `aggregate_gradients(..., shadow=True)`."""
+
+    def __call__(self, *, steps: int, seed: int, trace: Path) -> None:
+        """As `Measure`, but writes `trace`, a file that does not exist, with `ShadowWriter`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Job:
     devices: str | None = None
     """What the workers are; written down. None: what JAX calls them."""
     shadow: Shadow | None = None
-    """Trains in shadow mode: regions and their protection are then found, not taken from `start`."""
+    """Trains in shadow mode: regions and their protection can then be found, not taken from `start`."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -38,6 +38,9 @@ class Options:
     """Profiles of the search that run at full length, beside BF16."""
     confidence: float = 0.95
     """Of the one-sided bound, of each finalist on its own."""
+    shadow: bool = True
+    """Find regions, and which of them are safe, by a shadow run, if the job has one; otherwise they are
+    those of the profile that it starts from."""
 
     def __post_init__(self) -> None:
         for name in ("trials", "finalists"):
@@ -56,6 +59,7 @@ class Options:
 def num_steps(job: Job, options: Options) -> int:
     """Training steps that a calibration takes at most, unless a finalist has to be measured again."""
     full = (2 + options.finalists) * len(options.seeds) * job.steps
+    full += job.steps if job.shadow is not None and options.shadow else 0
     return full + (2 + options.trials) * search_steps(job, options)
 
 
