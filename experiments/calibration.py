@@ -2,8 +2,8 @@
 
     nf-jax calibrate experiments.vision:digits --out profiles/digits-mlp.toml
 
-Held out is every fifth training example: the test examples take no part, so that a test of the profile
-afterwards is one. A short run is a whole run in small, with the schedule's shape.
+Held out is every fifth training example, at most 2,000: the test examples take no part, so that a test of the
+profile afterwards is one. A short run is a whole run in small, with the schedule's shape.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from nf_jax.profile import Phase, Region, Route
 from nf_jax.shadow_trace import ShadowWriter
 from nf_jax.trace import TraceWriter
 
-HELD_OUT = 5
-"""One training example of so many is held out."""
+HELD_OUT, MAX_HELD_OUT = 5, 2000
+"""One training example of so many is held out, and at most so many."""
 
 SHADOW_LINES = 200
 """A shadow trace has about so many steps."""
@@ -74,6 +74,7 @@ def make_job(config: Config, task: Task, *, tolerance: float, loss_tolerance: fl
         train_in_shadow(own, task, runs.prepare(own, task, train, start, "shadow", True), train, seed, trace)
 
     start = Profile.load(config.profile) if config.profile.exists() else START
+    start = start.model_copy(update={"model": None})  # the profile found gets this job's
     return Job(
         name=config.task if not config.model else f"{config.task} {config.model}",
         params=shapes,
@@ -95,10 +96,11 @@ def make_job(config: Config, task: Task, *, tolerance: float, loss_tolerance: fl
 def split(examples: Any) -> tuple[Any, Any]:
     """(training, held out): pytrees of arrays `[n, ...]`."""
     total = len(jax.tree.leaves(examples)[0])
-    rest = [i for i in range(total) if i % HELD_OUT]
-    return jax.tree.map(lambda leaf: leaf[rest], examples), jax.tree.map(
-        lambda leaf: leaf[::HELD_OUT], examples
+    is_held_out = np.arange(total) % max(HELD_OUT, -(-total // MAX_HELD_OUT)) == 0
+    train, held_out = (
+        jax.tree.map(lambda leaf, rows=rows: leaf[rows], examples) for rows in (~is_held_out, is_held_out)
     )
+    return train, held_out
 
 
 def shorten(config: Config, steps: int) -> Config:

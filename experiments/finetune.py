@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import bert, data, jobs
+from experiments import bert, calibration, data, jobs
 from experiments.config import Config
 from experiments.runs import Task
+from nf_jax import calibrate
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH = 32  # tokens of a sentence; what is longer is cut
@@ -106,6 +107,14 @@ def read_split(path: Path, source: Path) -> Labelled:
 
 
 TASKS: dict[str, Callable[[Config], Task]] = {"sst2": sentence_task}
+
+# ======================================================================================= calibration
+
+
+def calibration_job(config: Config) -> calibrate.Job:
+    """What `nf-jax calibrate experiments.finetune:sst2` searches, to a point of accuracy."""
+    return calibration.make_job(config, TASKS[config.task](config), tolerance=1.0, loss_tolerance=0.1)
+
 
 # ============================================================================================== main
 

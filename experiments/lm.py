@@ -21,9 +21,10 @@ import numpy as np
 import optax
 import tokenizers
 
-from experiments import data, gpt_neox, jobs
+from experiments import calibration, data, gpt_neox, jobs
 from experiments.config import Config
 from experiments.runs import Task
+from nf_jax import calibrate
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH = 64  # tokens that are predicted in a window
@@ -123,6 +124,14 @@ def text_task(config: Config) -> Task:
 
 
 TASKS: dict[str, Callable[[Config], Task]] = {"text": text_task}
+
+# ======================================================================================= calibration
+
+
+def calibration_job(config: Config) -> calibrate.Job:
+    """What `nf-jax calibrate experiments.lm:text` searches, to 0.02 nats per byte."""
+    return calibration.make_job(config, TASKS[config.task](config), tolerance=0.02, loss_tolerance=0.02)
+
 
 # ============================================================================================== main
 

@@ -32,11 +32,11 @@ def write_shadow(path: Path, steps: int, body: float, head: float) -> None:
     ratio = np.zeros(shape, np.float32)
     ratio[:, BODY], ratio[:, HEAD] = body, head
     ratio[[candidate.route == Route.BF16 for candidate in LEAVES.candidates]] = 0.0
-    fields = {name: np.zeros(shape, np.float32) for name in ShadowInfo._fields}
+    fields: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in ShadowInfo._fields}
     fields |= {"cosine": np.ones(shape, np.float32), "residual_ratio": ratio}
     with ShadowWriter(path, START.dumps(), LEAVES) as writer:
         for step in range(steps):
-            writer.write(ShadowInfo(**fields | {"step": np.int32(step)}))
+            writer.write(ShadowInfo(**fields | {"step": np.asarray(step)}))
 
 
 def make_shadow_job(body: float, head: float, started: list[int]) -> Job:
