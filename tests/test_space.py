@@ -127,7 +127,7 @@ def test_the_model_is_the_tree_that_the_plan_takes():
         plan(make_profile(START, MODEL, OWN, None, {}, 10), other, W)
 
 
-@pytest.mark.parametrize("settings", [Settings(bridge_share=0.1, tail_share=0.05), BF16, None])
+@pytest.mark.parametrize("settings", [Settings(bridge_share=0.1, tail_share=0.05), BF16])
 def test_planned_bytes_are_those_that_the_controller_sends_in_a_healthy_run(settings):
     steps = 60
     profile = make_profile(START, MODEL, OWN, settings, {}, steps)
