@@ -20,6 +20,7 @@ import numpy as np
 import nf_jax
 from experiments import jobs, runs
 from experiments.config import Config
+from experiments.policies import Rule, by_profile
 from experiments.runs import Program, Task
 from nf_jax import Profile, cluster
 from nf_jax.calibrate import Job, Outcome, Report
@@ -61,7 +62,8 @@ def make_job(config: Config, task: Task, *, tolerance: float, loss_tolerance: fl
     @functools.lru_cache(maxsize=1)  # the runs of a profile come one after the other
     def prepare(profile_toml: str, steps: int) -> tuple[Config, Program]:
         own = shorten(config, steps)
-        return own, runs.prepare(own, task, train, Profile.loads(profile_toml), "calibrate")
+        profile = Profile.loads(profile_toml)
+        return own, runs.prepare(own, task, train, lambda _: by_profile(own, profile), "calibrate")
 
     def measure(
         profile: Profile, *, steps: int, seed: int, trace: Path | None, report: Report
@@ -71,7 +73,8 @@ def make_job(config: Config, task: Task, *, tolerance: float, loss_tolerance: fl
 
     def shadow(*, steps: int, seed: int, trace: Path) -> None:
         own = shorten(config, steps)
-        train_in_shadow(own, task, runs.prepare(own, task, train, start, "shadow", True), train, seed, trace)
+        program = runs.prepare(own, task, train, lambda _: in_shadow(own, start), "shadow")
+        train_in_shadow(own, task, program, train, seed, trace)
 
     start = Profile.load(config.profile) if config.profile.exists() else START
     start = start.model_copy(update={"model": None})  # the profile found gets this job's
@@ -136,6 +139,14 @@ def train_once(
                 return None
     row = runs.make_row(config, task, {"seed": seed}, steps)
     return Outcome(row["value"], row["test_loss"], row["wire_bytes"], row["fp32_bytes"], row["trips"])
+
+
+def in_shadow(config: Config, profile: Profile) -> Rule:
+    """Averages exactly, and watches what candidates would have done."""
+    aggregate = nf_jax.aggregate_gradients(
+        profile, axis=config.axis, num_workers=config.num_workers, shadow=True
+    )
+    return Rule(aggregate, profile)
 
 
 def train_in_shadow(config: Config, task: Task, program: Program, train: Any, seed: int, trace: Path) -> None:
