@@ -22,9 +22,15 @@ from nf_jax.telemetry import ShadowInfo, StepInfo
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The plan that a state was made for, as part of its tree structure: it holds no array."""
+    """The plan that a state was made for, as part of its tree structure: it holds no array.
+
+    Attributes:
+      fingerprint: of the plan.
+      num_inner: devices of a host that average among themselves first; 1: a single level.
+    """
 
     fingerprint: str
+    num_inner: int = 1
 
 
 class ShadowState(NamedTuple):
@@ -170,14 +176,15 @@ def state_spec(state: Any, axis: AxisName) -> Any:
             return replicated._replace(memory=split[0])
         return replicated._replace(memory=split[0], shadow=replicated.shadow._replace(memory=split[1:]))
 
-    return jax.tree.map(spec_of, state, is_leaf=_is_aggregate)
+    return jax.tree.map(spec_of, state, is_leaf=is_aggregate)
 
 
 def shard_state(state: Any, mesh: Mesh, axis: AxisName | None = None) -> Any:
-    """Places one worker's view of a state on a mesh, for `shard_map` with `state_spec`.
+    """Places a state on a mesh, for `shard_map` with `state_spec`.
 
     Args:
-      state: a pytree as `init` returns it: every residual `[1, ...]`.
+      state: a pytree as `init` returns it, every residual `[1, ...]`, or a `host_state` with those of
+        all workers.
       mesh: the device mesh; all processes call this with the same state.
       axis: name(s) of the data-parallel axis; the mesh's only axis by default.
 
@@ -185,7 +192,8 @@ def shard_state(state: Any, mesh: Mesh, axis: AxisName | None = None) -> Any:
       The same tree of global arrays: residuals `[W, ...]` split over `axis`, all else replicated.
 
     Raises:
-      ValueError: the mesh has several axes and `axis` is not given, or it is not the state's `num_workers`.
+      ValueError: the mesh has several axes and `axis` is not given, or it is not the state's `num_workers`,
+        or the state has lost residuals.
     """
     if axis is None:
         if len(mesh.axis_names) != 1:
@@ -201,6 +209,7 @@ def shard_state(state: Any, mesh: Mesh, axis: AxisName | None = None) -> Any:
                 f"shard_state: the state at {path} was made for num_workers={int(aggregate.num_workers)}, "
                 f"but axis {axis!r} of this mesh has {num_workers} members"
             )
+        check_layout(path, aggregate)
 
     def place(leaf: Any, spec: PartitionSpec) -> Array:
         host = np.asarray(leaf)
@@ -213,8 +222,8 @@ def shard_state(state: Any, mesh: Mesh, axis: AxisName | None = None) -> Any:
 
 def find_states(tree: Any) -> list[tuple[str, AggregateState]]:
     """All `AggregateState`s in a tree, with their paths."""
-    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_aggregate)[0]
-    return [(path_string(path) or "<root>", node) for path, node in nodes if _is_aggregate(node)]
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_aggregate)[0]
+    return [(path_string(path) or "<root>", node) for path, node in nodes if is_aggregate(node)]
 
 
 def own_part(state: AggregateState) -> tuple[Memory, ...]:
@@ -248,7 +257,8 @@ def _first_worker(leaf: Any) -> Any:
     return np.asarray(_local(leaf)).reshape(-1, *leaf.shape[1:])[0]
 
 
-def _is_aggregate(node: Any) -> bool:
+def is_aggregate(node: Any) -> bool:
+    """Whether a node of a tree is the transform's state."""
     return isinstance(node, AggregateState)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -45,7 +45,8 @@ class TraceWriter:
       **header: anything else worth keeping (JSON-like), such as `num_workers=4`.
 
     Raises:
-      ValueError: the file exists and is not resumed, or is no trace of this profile and lanes.
+      ValueError: the file exists and is not resumed, is no trace of this profile and lanes, or ends before
+        the step to resume.
 
     Example:
       with TraceWriter("run.jsonl", profile_toml, lanes, num_workers=4) as trace:
@@ -71,9 +72,9 @@ class TraceWriter:
             )
         if exists and resume_step is not None:
             _cut(path, head, resume_step)
+        else:
+            _replace(path, [head])
         self._stream: IO[str] = path.open("a", encoding="ascii", newline="\n")
-        if not exists:
-            self._put(head)
 
     def write(self, info: StepInfo, **extra: Any) -> None:
         """Appends one step; `extra` are more JSON-like fields, such as host-measured seconds."""
@@ -86,6 +87,11 @@ class TraceWriter:
         del record["wire"], record["fp32_wire"]
         record |= {"wire_bytes": info.wire_bytes, "fp32_bytes": info.fp32_bytes}
         self._put(_merge(record, extra))
+
+    def sync(self) -> None:
+        """Returns when every line lies on the disk: before a checkpoint that stands on them gets its name."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
 
     def close(self) -> None:
         self._stream.close()
@@ -216,6 +222,11 @@ def _encode(value: Any) -> Any:
     return array.item() if array.dtype.kind in "biuU" else _encode(float(str(array[()])))
 
 
+def as_read(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What `record` is when it has been written and read back."""
+    return decode(json.loads(dump_line(record)))
+
+
 def dump_line(record: Mapping[str, Any]) -> str:
     """One line of JSON, NaN and infinities spelled as strings."""
     return json.dumps(_encode(record), allow_nan=False, separators=(",", ":")) + "\n"
@@ -239,13 +250,27 @@ def _header(profile_toml: str, lanes: Lanes) -> dict[str, Any]:
 def _cut(path: Path, head: dict[str, Any], resume_step: int) -> None:
     """Keeps the steps before `resume_step`, in a file that is replaced as a whole."""
     old = read_trace(path)
-    new = json.loads(dump_line(head))
-    if changed := [key for key in ("profile", "lanes") if old.header[key] != decode(new[key])]:
+    new = as_read(head)
+    if changed := [key for key in ("profile", "lanes") if old.header[key] != new[key]]:
         raise ValueError(
             f"{path}: expected a trace of the same run, but its {' and '.join(changed)} differ; "
             "start a new trace"
         )
-    kept = [old.header, *(record for record in old.steps if record["step"] < resume_step)]
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text("".join(map(dump_line, kept)), encoding="ascii", newline="\n")
+    kept = [record for record in old.steps if record["step"] < resume_step]
+    last = kept[-1]["step"] if kept else -1
+    if kept and last != resume_step - 1:
+        raise ValueError(
+            f"{path}: expected a trace up to step {resume_step - 1}, but it ends at step {last}: "
+            "it is of another run, or lost its end; restore an earlier checkpoint, or start a new trace"
+        )
+    _replace(path, [old.header, *kept])
+
+
+def _replace(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Writes the file as a whole: who is killed here finds the old one, or none."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="ascii", newline="\n") as stream:
+        stream.writelines(map(dump_line, records))
+        stream.flush()
+        os.fsync(stream.fileno())
     os.replace(temporary, path)

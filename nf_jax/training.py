@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import jax_utils
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 from jax import Array, lax
@@ -21,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nf_jax import collectives
 from nf_jax.collectives import AxisName
+from nf_jax.host_state import stack_state
 from nf_jax.state import find_states, own_part, shard_state, state_spec
 
 LossFn = Callable[..., Any]
@@ -264,15 +264,27 @@ def shard_map_step(
 
 
 def replicate(state: Any, devices: Sequence[Any] | None = None, *, axis: str = "batch") -> Any:
-    """One copy of a fresh state per device, for `pmap_step` (`flax.jax_utils.replicate`).
+    """A fresh state, or a `host_state`, on every device of this process, for `pmap_step`.
 
-    Named like the axis of the pmap, it is laid out as pmap returns it: one compilation, not two.
+    Laid out as pmap returns it, for which it is named like the axis of the pmap: one compilation, not two.
+
+    Args:
+      state: as `init` returns it, or all workers' as `nf_jax.host_state.host_state` does.
+      devices: this process's, one per worker; all by default.
+      axis: the name that `aggregate_gradients` was given.
+
+    Raises:
+      ValueError: the state was unreplicated: all residuals but one worker's are gone.
     """
-    return jax_utils.replicate(state, devices, axis_name=axis)
+    devices = list(jax.local_devices() if devices is None else devices)
+    order = devices if jax.process_count() == 1 else jax.devices()
+    stacked = stack_state(state, [order.index(device) for device in devices])
+    sharding = NamedSharding(Mesh(np.asarray(devices), (axis,)), PartitionSpec(axis))
+    return jax.device_put(stacked, sharding)
 
 
 def place(state: Any, mesh: Mesh, axis: AxisName | None = None) -> Any:
-    """A fresh state on a mesh, for `shard_map_step`: `nf_jax.shard_state`."""
+    """A fresh state, or a `host_state`, on a mesh, for `shard_map_step`: `nf_jax.shard_state`."""
     return shard_state(state, mesh, axis)
 
 

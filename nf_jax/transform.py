@@ -187,7 +187,7 @@ def _init(profile: Profile, plan: Plan) -> AggregateState:
         capacity=states[1],
         info=info,
         num_workers=jnp.int32(plan.num_workers),
-        layout=Layout(plan.fingerprint),
+        layout=Layout(plan.fingerprint, plan.num_inner),
     )
 
 
