@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -102,7 +103,9 @@ def _to_host(path: Any, leaf: Any) -> np.ndarray:
         raise ValueError(
             f"host_state: rows of {path_string(path)} live in other processes; save, and read that"
         )
-    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    if is_key(leaf):
+        return np.asarray(jax.random.key_data(leaf))
+    return np.asarray(leaf, getattr(leaf, "dtype", None) or jnp.result_type(leaf))
 
 
 def _same_row(path: Any, rows: np.ndarray) -> np.ndarray:

@@ -91,9 +91,7 @@ class Run:
         """
         info = jax.device_get(step_info(state))
         if int(info.step) != self.step:
-            raise ValueError(
-                f"record: expected the state after step {self.step}, got step {int(info.step)}'s"
-            )
+            raise ValueError(f"record: expected the state after step {self.step}, got that of {info.step}")
         if self._trace is not None:
             self._trace.write(info, **extra)
         self.step += 1

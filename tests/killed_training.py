@@ -31,7 +31,7 @@ import nf_jax
 from nf_jax import checkpoint, resume, trace, training
 from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Phase, Profile, Region, Route
 
-W, NUM_STEPS, EVERY_STEPS, SEED = 4, 240, 8, 3
+W, NUM_STEPS, EVERY_STEPS, SEED = 4, 240, 10, 3
 NUM_IN, NUM_HIDDEN, NUM_CLASSES, SHARE = 64, 256, 16, 4  # large enough for signs
 PROFILE = Profile(
     name="killed",
