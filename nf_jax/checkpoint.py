@@ -106,7 +106,8 @@ def read(directory: str | Path, state_like: Any, *, step: int | None = None) -> 
       step: as in `restore`.
 
     Returns:
-      A `nf_jax.host_state.host_state`: NumPy, residuals of all workers that there were.
+      A `nf_jax.host_state.host_state`: NumPy, residuals of all workers that there were. A shadow is left
+      out: it only measures, and begins anew with `state._replace(shadow=fresh.shadow)`.
 
     Raises:
       ValueError: as `restore`, or workers differed in what they should share.
@@ -115,7 +116,8 @@ def read(directory: str | Path, state_like: Any, *, step: int | None = None) -> 
     state_like = jax.tree.map(leaves.shape_of, state_like)
     saved, likes = content["leaves"], leaves.named(state_like)
     asked = {name: leaves.describe(leaf) for name, leaf in likes.items()}
-    free = tuple(f"{name}.{field}" for name in _plans_of(state_like) for field in ("memory", "pending"))
+    saved = {name: form for name, form in saved.items() if not name.startswith(_under(content, "shadow"))}
+    free = _under(content, "memory", "pending", "shadow")
     shared, asked = ({n: x for n, x in xs.items() if not n.startswith(free)} for xs in (saved, asked))
     one_row = {name: [shape[1:], dtype] for name, (shape, dtype) in shared.items() if shape}
     is_stacked = one_row == asked and shared != asked
@@ -130,6 +132,11 @@ def latest_step(directory: str | Path) -> int | None:
     return max(manifest.steps_in(Path(directory)), default=None)
 
 
+def _under(content: dict[str, Any], *fields: str) -> tuple[str, ...]:
+    """How the names of leaves begin that lie in these fields of an aggregate state."""
+    return tuple(f"{name}.{field}" for name in content["plans"] for field in fields)
+
+
 def _rebuilt(state_like: Any, loaded: dict[str, Any], plans: dict[str, Any]) -> Any:
     """The tree as it was saved: like `state_like`, but with the residuals that there were."""
 
@@ -141,7 +148,7 @@ def _rebuilt(state_like: Any, loaded: dict[str, Any], plans: dict[str, Any]) -> 
             return leaf_at(key_path, node)
         name = jax.tree_util.keystr(key_path)
         shared = jax.tree_util.tree_map_with_path(
-            lambda inner, leaf: leaf_at((*key_path, *inner), leaf), node._replace(memory=None)
+            lambda inner, leaf: leaf_at((*key_path, *inner), leaf), node._replace(memory=None, shadow=None)
         )
         memory = {field: _entries(loaded, f"{name}.memory.{field}") for field in node.memory._fields}
         return shared._replace(memory=type(node.memory)(**memory), layout=Layout(**plans[name]))

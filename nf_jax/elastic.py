@@ -46,8 +46,10 @@ def resize(state: Any, profile: Profile, plan: Plan) -> Resized:
 
     - Old and new hosts share the unit interval evenly, in order; a new host gets the mean of the old
       residuals weighted by its overlap with each. Fewer hosts average neighbours', more hosts copy them.
-    - The server residual is put together and cut into the new shards.
+    - The server residual is put together and cut into the new shards; where the new plan keeps none (two
+      hosts count exactly), it goes into the residuals of all, and the other way round.
     - What has no place in the new plan is returned as `unpaid`.
+    - A shadow only measures: it is left out, and begins anew with `state._replace(shadow=fresh.shadow)`.
 
     Args:
       state: a host state (`host_state`, `checkpoint.read`) with one or more `AggregateState`s.
@@ -119,12 +121,19 @@ def _resize(
         dtype = jnp.dtype(group.codec.residual_dtype)
         for leaf, segment in zip(group.leaves, group.segments, strict=True):
             path, none = plan.paths[leaf], np.zeros((1, math.prod(plan.shapes[leaf])), np.float32)
+            if not (group.keeps_residual or group.keeps_server_residual):
+                continue
+            hosts = share(residual.pop(path, none), plan.num_hosts)
+            whole = server.pop(path, none[0])
+            if not group.keeps_server_residual:
+                hosts, whole = hosts + whole, none[0]
+            elif not group.keeps_residual:
+                hosts, whole = none, hosts.mean(0) + whole
             if group.keeps_residual:
-                hosts = share(residual.pop(path, none), plan.num_hosts)
                 shape = (plan.num_workers, *plan.residual_shape(leaf, segment))
                 kept[path] = hosts.reshape(shape).astype(dtype)
             if group.keeps_server_residual:
-                reduced[path] = _cut(server.pop(path, none[0]), segment)
+                reduced[path] = _cut(whole, segment)
         paths = [plan.paths[leaf] for leaf in group.leaves]
         pending.append(any(np.any(part[path]) for part in (kept, reduced) for path in paths if path in part))
     routes, reasons = controller.choose_routes(profile, plan.lanes, state.step, state.health, state.capacity)
@@ -134,6 +143,7 @@ def _resize(
         info=state.info._replace(next_routes=np.asarray(routes), next_reasons=np.asarray(reasons)),
         num_workers=np.int32(plan.num_workers),
         layout=Layout(plan.fingerprint, plan.num_inner),
+        shadow=None,
     )
     return new, {path: left for path, left in _owed(residual, server, plan).items() if left.any()}
 

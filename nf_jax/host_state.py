@@ -17,7 +17,9 @@ from nf_jax.state import (
     find_states,
     is_aggregate,
     is_key,
+    own_part,
     unwrap_keys,
+    with_own_part,
     wrap_keys,
 )
 
@@ -56,10 +58,10 @@ def host_state(state: Any, *, is_stacked: bool | None = None) -> Any:
     def visit(path: Any, node: Any) -> Any:
         if not isinstance(node, AggregateState):
             return one_copy(path, node)
+        own = own_part(node)
         within = lambda function: lambda inner, leaf: function((*path, *inner), leaf)  # noqa: E731
-        shared = jax.tree_util.tree_map_with_path(within(one_copy), node._replace(memory=None))
-        own = jax.tree_util.tree_map_with_path(within(own_rows), {"memory": node.memory})
-        return shared._replace(memory=own["memory"])
+        shared = jax.tree_util.tree_map_with_path(within(one_copy), with_own_part(node, [None] * len(own)))
+        return with_own_part(shared, jax.tree_util.tree_map_with_path(within(own_rows), own))
 
     return jax.tree_util.tree_map_with_path(visit, state, is_leaf=is_aggregate)
 
@@ -92,8 +94,9 @@ def stack_state(state: Any, workers: Sequence[int]) -> Any:
     def visit(node: Any) -> Any:
         if not isinstance(node, AggregateState):
             return stack(node)
-        shared = jax.tree.map(stack, node._replace(memory=None))
-        return shared._replace(memory=jax.tree.map(rows, node.memory))
+        own = own_part(node)
+        shared = jax.tree.map(stack, with_own_part(node, [None] * len(own)))
+        return with_own_part(shared, jax.tree.map(rows, own))
 
     return wrap_keys(state, jax.tree.map(visit, unwrap_keys(state), is_leaf=is_aggregate))
 

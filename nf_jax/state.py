@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -171,10 +172,7 @@ def state_spec(state: Any, axis: AxisName) -> Any:
         if not isinstance(node, AggregateState):
             return PartitionSpec()
         replicated = jax.tree.map(lambda _: PartitionSpec(), node)
-        split = jax.tree.map(lambda _: PartitionSpec(axis), own_part(node))
-        if replicated.shadow is None:
-            return replicated._replace(memory=split[0])
-        return replicated._replace(memory=split[0], shadow=replicated.shadow._replace(memory=split[1:]))
+        return with_own_part(replicated, jax.tree.map(lambda _: PartitionSpec(axis), own_part(node)))
 
     return jax.tree.map(spec_of, state, is_leaf=is_aggregate)
 
@@ -229,6 +227,12 @@ def find_states(tree: Any) -> list[tuple[str, AggregateState]]:
 def own_part(state: AggregateState) -> tuple[Memory, ...]:
     """What differs between workers: the memory, and the shadow's."""
     return (state.memory, *(state.shadow.memory if state.shadow is not None else ()))
+
+
+def with_own_part(state: AggregateState, own: Sequence[Any]) -> AggregateState:
+    """The state with another `own_part`."""
+    shadow = None if state.shadow is None else state.shadow._replace(memory=tuple(own[1:]))
+    return state._replace(memory=own[0], shadow=shadow)
 
 
 def check_layout(path: str, state: AggregateState) -> None:
