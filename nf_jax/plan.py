@@ -31,6 +31,8 @@ MAX_GROUPS = 16
 MAX_PAD_RATIO = 1.0
 # Alike leaves up to this many elements are worked on as one array; larger ones would pay for the copy.
 MAX_STACKED_SIZE = 2**16
+# Rows are found by int32 indices, so a leaf of more rows stays exact; it may have any number of elements.
+MAX_ROWS = 2**31 - 1
 _PACKABLE = ("float32", "bfloat16", "float16")
 
 
@@ -282,6 +284,8 @@ def _segment(
         return None
     scale = profile.regions[region].codec.scale
     segment = segment_rules.make_segment(shape, num_hosts, scale, num_inner)
+    if segment.num_workers * segment.shard_rows > MAX_ROWS:
+        return None
     return segment if segment.num_pads <= MAX_PAD_RATIO * segment.size else None
 
 

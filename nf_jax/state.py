@@ -258,7 +258,8 @@ def _local(value: Any) -> Any:
 
 def _first_worker(leaf: Any) -> Any:
     # Through NumPy: an indexing operation for each field would cost more than many a step.
-    return np.asarray(_local(leaf)).reshape(-1, *leaf.shape[1:])[0]
+    host = np.asarray(_local(leaf))
+    return host[0] if host.ndim == leaf.ndim else host
 
 
 def is_aggregate(node: Any) -> bool:

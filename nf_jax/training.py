@@ -104,7 +104,9 @@ def train_step(
 
     Args:
       state: a `TrainState` (or its subclass) with one `aggregate_gradients` first in its `tx`.
-      batch: this worker's share, a pytree of arrays `[n, ...]`.
+      batch: this worker's share, a pytree of arrays `[n, ...]`. All workers count alike. Where they hold
+        different numbers of examples, pad to one size and weigh: `weight` 0 for a pad, `W * n / total`
+        for an example, in `loss = mean(weight * losses)`.
       loss_fn: `(params, batch) -> loss` or `(loss, metrics)`, all means over the batch given: only
         then is accumulation the same as one large batch.
       axis: name(s) of the data-parallel axis.
