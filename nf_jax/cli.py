@@ -14,7 +14,7 @@ import tyro
 from rich import progress
 from rich.console import Console
 
-from nf_jax import cluster, costs_report, replay_report, report, substrate
+from nf_jax import cluster, costs_report, replay_report, report, shadow_findings, shadow_report, substrate
 from nf_jax.arguments import check_writable, find_function
 from nf_jax.calibrate_command import Calibrate, calibrate_job
 from nf_jax.columns import read_columns
@@ -22,6 +22,7 @@ from nf_jax.endpoint import Endpoint
 from nf_jax.plan import model_shapes, plan
 from nf_jax.profile import Profile
 from nf_jax.replan import profile_of
+from nf_jax.sensitivity import Thresholds
 from nf_jax.stages import Substrate
 from nf_jax.sweep import Case, Point, co_design, default_values, make_case, replay_case, what_if
 from nf_jax.trace import read_trace
@@ -76,12 +77,18 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A run folder as a table, with a PNG beside every trace."""
+    """A run folder as a table, with a PNG beside every trace; of a shadow run, what is safe to admit."""
 
     run: Positional[Path]
-    """A folder with trace.jsonl files in it or below, or one trace."""
+    """A folder with trace.jsonl or shadow.jsonl files in it or below, or one trace."""
     plots: bool = True
     """Whether to draw the PNGs."""
+    substrate: Path | None = None
+    """Shadow runs: what `nf-jax probe` wrote between these workers; adds predicted milliseconds."""
+    write_profile: Path | None = None
+    """Shadow runs: write a profile (TOML) that admits what is safe, after a warm-up in FP32."""
+    thresholds: tyro.conf.OmitArgPrefixes[Thresholds] = dataclasses.field(default_factory=Thresholds)
+    """Shadow runs: what safe means."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,16 +237,41 @@ def sweep_all(case: Case, console: Console) -> dict[str, list[Point]]:
 
 
 def report_run(command: Report, console: Console) -> None:
-    console.print(report.run_table(command.run))
-    for path in report.find_traces(command.run):
+    check_writable(command.write_profile)
+    traces, shadows = report.find_traces(command.run), report.find_shadows(command.run)
+    if command.write_profile is not None and len(shadows) != 1:
+        raise ValueError(f"--write-profile: expected one shadow trace in {command.run}, found {len(shadows)}")
+    if traces:
+        console.print(report.run_table(command.run))
+    for path in traces:
         trace = read_trace(path)
         console.print(f"{path}:\n{report.describe(report.explain(trace))}", highlight=False)
         if command.plots and trace.steps:
-            picture = path.with_suffix(".png")
-            if picture.is_symlink():
-                raise ValueError(f"{picture}: expected no link: it would be written to where that points")
-            report.plot_trace(trace, picture, path.parent.name)
-            console.print(f"  drawn: {picture}", highlight=False)
+            report.plot_trace(trace, _picture_of(path), path.parent.name)
+            console.print(f"  drawn: {_picture_of(path)}", highlight=False)
+    for path in shadows:
+        _report_shadow(command, path, console)
+
+
+def _report_shadow(command: Report, path: Path, console: Console) -> None:
+    measured = None if command.substrate is None else Substrate.load(command.substrate)
+    found = shadow_findings.find_out(path, command.thresholds, measured)
+    console.print(shadow_report.leaves_table(found))
+    console.print(shadow_report.parts_table(found))
+    console.print(f"{path}:\n  {shadow_findings.sentence(found)}", highlight=False, soft_wrap=True)
+    if command.plots and any(found.trace.leaves.lossy):
+        shadow_report.plot_shadow(found, _picture_of(path), path.parent.name)
+        console.print(f"  drawn: {_picture_of(path)}", highlight=False)
+    if command.write_profile is not None:
+        found.profile.save(command.write_profile)
+        console.print(f"  wrote {command.write_profile}", highlight=False)
+
+
+def _picture_of(path: Path) -> Path:
+    picture = path.with_suffix(".png")
+    if picture.is_symlink():
+        raise ValueError(f"{picture}: expected no link: it would be written to where that points")
+    return picture
 
 
 def _shapes_of(profile: Profile) -> Any:

@@ -15,6 +15,7 @@ from rich.table import Table
 from nf_jax.health import STATES, TRIGGERS, Health, Trigger
 from nf_jax.plan import Plan
 from nf_jax.profile import Profile, Route
+from nf_jax.shadow_trace import is_shadow
 from nf_jax.telemetry import REASONS, Reason, StepInfo
 from nf_jax.trace import Trace, read_trace
 
@@ -103,11 +104,21 @@ def run_table(folder: Path) -> Table:
 
 def find_traces(folder: Path) -> list[Path]:
     """All traces in a run folder and below."""
+    return [path for path in _find_files(folder) if not is_shadow(path)]
+
+
+def find_shadows(folder: Path) -> list[Path]:
+    """All shadow traces in a run folder and below."""
+    return [path for path in _find_files(folder) if is_shadow(path)]
+
+
+def _find_files(folder: Path) -> list[Path]:
     found = [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl"))
     if not found:
         raise ValueError(
             f"{folder}: expected a run folder with trace.jsonl files in it, found none. Runs of the "
-            "experiments write them under --out; nf_jax.trace.TraceWriter writes your own."
+            "experiments write them under --out; nf_jax.trace.TraceWriter and "
+            "nf_jax.shadow_trace.ShadowWriter write your own."
         )
     return found
 

@@ -118,7 +118,7 @@ _END = "(?:/value)?"  # nnx names the array of a parameter `value`
 KINDS: dict[str, str] = {
     "head": r"(?:.*/)?(?:\w*_)?(?:heads?|classifier|logits|unembed)(?:_\d+)?/.*",
     "norm": r"(?:.*/)?(?:\w*[Nn]orm\w*/.*|(?:ln|bn|gn)(?:[\d_]\w*)?/.*|(?:scale|gamma)" + _END + ")",
-    "embedding": r"(?:.*/)?\w*(?:[Ee]mbed|wte|wpe)\w*(?:/.*)?",
+    "embedding": r"(?:.*/)?\w*(?:[Ee]mbed|pos_emb|wte|wpe)\w*(?:/.*)?",
     "bias": r"(?:.*/)?(?:bias|beta|b)" + _END,
 }
 """What a leaf is, by its whole path; the first that matches. Where nothing is called a head, it is the module

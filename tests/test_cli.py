@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import shadows
 import substrates
 
 import nf_jax
@@ -218,4 +219,32 @@ def test_what_cannot_work_is_said_before_the_work(args, said, tmp_path, monkeypa
     }
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, *(arg.format(**names) for arg in args))
+    assert stopped.value.code == 1 and said in capsys.readouterr().err
+
+
+def test_report_says_what_a_shadow_run_found_safe_and_writes_the_profile(tmp_path, monkeypatch, capsys):
+    shadows.write_shadow(tmp_path / "shadow.jsonl", lambda c, p: 0.1 if c == 0 else 9.0)
+    options = ("--write-profile", tmp_path / "p.toml", "--warmup-steps", 10)
+    run(monkeypatch, "report", tmp_path, *options)
+    shown = capsys.readouterr().out
+    assert "safe to admit: head, first, early, late (BF16); stays in FP32: bias. Saves" in shown
+    assert "from 10 on" in shown and (tmp_path / "shadow.png").read_bytes().startswith(b"\x89PNG")
+    assert Profile.load(tmp_path / "p.toml").route_table[0][1][0] == nf_jax.Route.BF16
+    substrates.substrate(8).save(tmp_path / "substrate.toml")
+    run(monkeypatch, "report", "--no-plots", tmp_path, "--substrate", tmp_path / "substrate.toml")
+    assert "ms a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("report", "{folder}"), "at least 5 finite steps from step 20 on, got 0"),
+        (("report", "{folder}", "--write-profile", "{folder}"), "expected a file that can be written"),
+        (("report", "{profile}", "--write-profile", "p.toml"), "expected one shadow trace"),
+    ],
+)
+def test_a_shadow_that_cannot_be_judged_is_one_line(args, said, profile, tmp_path, monkeypatch, capsys):
+    shadows.write_shadow(tmp_path / "shadow.jsonl", lambda c, p: 1.0, num_steps=20)
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, *(arg.format(folder=tmp_path, profile=profile) for arg in args))
     assert stopped.value.code == 1 and said in capsys.readouterr().err
