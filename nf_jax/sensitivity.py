@@ -15,6 +15,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from nf_jax import patterns as regexes
 from nf_jax.buckets import natural_key
 from nf_jax.candidates import ShadowLeaves
 from nf_jax.checks import Frozen, PositiveLimit, Steps
@@ -115,18 +116,22 @@ def _quantile(values: np.ndarray, share: float) -> np.ndarray:
 # --------------------------------------------------------------------------------------------- grouping
 
 _END = "(?:/value)?"  # nnx names the array of a parameter `value`
-KINDS: dict[str, str] = {
-    "head": r"(?:.*/)?(?:\w*_)?(?:heads?|classifier|logits|unembed)(?:_\d+)?/.*",
-    "norm": r"(?:.*/)?(?:\w*[Nn]orm\w*/.*|(?:ln|bn|gn)(?:[\d_]\w*)?/.*|(?:scale|gamma)" + _END + ")",
-    "embedding": r"(?:.*/)?\w*(?:[Ee]mbed|pos_emb|wte|wpe)\w*(?:/.*)?",
-    "bias": r"(?:.*/)?(?:bias|beta|b)" + _END,
+KINDS: dict[str, tuple[str, ...]] = {
+    "head": (r"(?:.*[/_])?(?:heads?|classifier|logits|unembed)(?:_\d)?/.*",),
+    "norm": (
+        r".*[Nn]orm[^/]*/.*",
+        r"(?:.*/)?(?:ln|bn|gn)_?\d?(?:_f)?/.*",
+        r"(?:.*/)?(?:scale|gamma)" + _END,
+    ),
+    "embedding": (r".*(?:[Ee]mbed|pos_emb|wte|wpe).*",),
+    "bias": (r"(?:.*/)?(?:bias|beta|b)" + _END,),
 }
 """What a leaf is, by its whole path; the first that matches. Where nothing is called a head, it is the module
 of the last matrix in the order of definition (behind convolutions, the last that is none)."""
 _FIRST = "first"  # the kernel defined first, with what lies beside it
 _VECTOR = "vector"  # other leaves of one dimension or none
 _THIRDS = ("early", "middle", "late")
-_MAX_PATTERN, _MAX_FOLDED = 500, 8  # characters, and alternatives of numbers, by the profile's own rules
+_MAX_PATTERN, _MAX_FOLDED = 500, 50  # characters, by the profile's own rule; numbers in one alternation
 
 
 class Part(NamedTuple):
@@ -145,16 +150,15 @@ def parts_of(leaves: ShadowLeaves) -> tuple[Part, ...]:
         members = tuple(i for i, kind in enumerate(kinds) if kind == name)
         if members:
             parts.append(Part(name, _patterns(name, members, leaves, parts), members))
-    if len(parts[-1].patterns) == 1:
-        parts[-1] = parts[-1]._replace(patterns=(".*",))
+    parts[-1] = parts[-1]._replace(patterns=(*parts[-1].patterns[:-1], ".*"))
     return tuple(parts)
 
 
 def _kinds_of(leaves: ShadowLeaves) -> list[str]:
     """The kind of every leaf."""
-    names = [*KINDS]
-    found = assign_regions(leaves.paths, [*KINDS.values(), ".*"])
-    kinds = [names[i] if i < len(names) else "" for i in found]
+    rules = [(name, pattern) for name, patterns in KINDS.items() for pattern in patterns] + [("", ".*")]
+    found = assign_regions(leaves.paths, [pattern for _, pattern in rules])
+    kinds = [rules[i][0] for i in found]
     defined = [i for i in reversed(leaves.order) if i < len(kinds)]
     kernels = [i for i in defined if not kinds[i] and len(leaves.shapes[i]) > 1]
     if "head" not in kinds and len(kernels) > 1:
@@ -191,39 +195,51 @@ def _patterns(
     name: str, members: Sequence[int], leaves: ShadowLeaves, before: Sequence[Part]
 ) -> tuple[str, ...]:
     """Rules for these leaves, the shortest kind that finds them and, after earlier parts', no others."""
-    paths = [leaves.paths[i] for i in members]
+    paths, longest = [leaves.paths[i] for i in members], max(map(len, leaves.paths))
     earlier = [pattern for part in before for pattern in part.patterns]
-    taken = {i for part in before for i in part.leaves}
-    spellings: list[Callable[[], list[str]]] = [
-        lambda: [KINDS[name]],
-        lambda: _alternatives({_unit(path) for path in paths}, "/.*"),
-        lambda: _alternatives(set(paths), ""),
+    spellings: list[Callable[[], Sequence[str]]] = [
+        lambda: KINDS[name],
+        lambda: _alternatives({_unit(path) for path in paths}, "/.*", longest),
+        lambda: _alternatives(set(paths), "", longest),
     ]
     for spell in spellings[0 if name in KINDS else 1 :]:
-        patterns = spell()
-        found = assign_regions(leaves.paths, [*earlier, *patterns, ".*"])
-        last = len(earlier) + len(patterns)
-        own = {i for i, rule in enumerate(found) if len(earlier) <= rule < last}
-        if own == set(members) and not own & taken:
-            return tuple(patterns)
+        own = spell()
+        found = assign_regions(leaves.paths, [*earlier, *own, ".*"])
+        used = {rule - len(earlier): i for i, rule in enumerate(found) if rule >= len(earlier)}
+        chosen = {i for i, rule in enumerate(found) if 0 <= rule - len(earlier) < len(own)}
+        if chosen == set(members):
+            return tuple(pattern for number, pattern in enumerate(own) if number in used)
     raise AssertionError(f"no rule for {paths}")
 
 
-def _alternatives(names: set[str], ending: str) -> list[str]:
-    """Regular expressions for any of these names, none longer than a profile allows."""
+def _alternatives(names: set[str], ending: str, longest: int) -> list[str]:
+    """Regular expressions for any of these names, each within what a profile allows."""
     folded: dict[tuple[str, str], list[str]] = {}
     for name in sorted(names, key=natural_key):
         before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", name, re.DOTALL).groups()  # type: ignore[union-attr] (matches anything)
         folded.setdefault((before, after), []).append(number)
     chunks: list[list[str]] = [[]]
     for (before, after), numbers in folded.items():
-        middle = numbers[0] if len(numbers) == 1 else f"(?:{'|'.join(numbers)})"
-        spelled = f"{re.escape(before)}{middle}{re.escape(after)}"
-        size = len("|".join([*chunks[-1], spelled])) + len(ending) + len("(?:)")
-        if chunks[-1] and (size > _MAX_PATTERN or sum("|" in part for part in chunks[-1]) == _MAX_FOLDED):
-            chunks.append([])
-        chunks[-1].append(spelled)
-    return [c[0] + ending if len(c) == 1 else f"(?:{'|'.join(c)}){ending}" for c in chunks]
+        for start in range(0, len(numbers), _MAX_FOLDED):
+            some = numbers[start : start + _MAX_FOLDED]
+            middle = some[0] if len(some) == 1 else f"(?:{'|'.join(some)})"
+            spelled = f"{re.escape(before)}{middle}{re.escape(after)}"
+            if chunks[-1] and not _fits(_either([*chunks[-1], spelled], ending), longest):
+                chunks.append([])
+            chunks[-1].append(spelled)
+    return [_either(chunk, ending) for chunk in chunks]
+
+
+def _either(spelled: Sequence[str], ending: str) -> str:
+    return spelled[0] + ending if len(spelled) == 1 else f"(?:{'|'.join(spelled)}){ending}"
+
+
+def _fits(pattern: str, longest: int) -> bool:
+    try:
+        tries = regexes.num_tries(regexes.shape_of(pattern), longest)
+    except ValueError:
+        return False
+    return len(pattern) <= _MAX_PATTERN and tries <= regexes.MAX_TRIES
 
 
 # ------------------------------------------------------------------------------------------- suggestion

@@ -37,7 +37,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "shadow_trace": (3, {"candidates", "records", "telemetry", "trace"}),
     "sensitivity": (
         4,
-        {"checks", "profile", "regions", "buckets", "candidates", "shadow_trace"},
+        {"checks", "profile", "patterns", "regions", "buckets", "candidates", "shadow_trace"},
     ),
     "groups": (2, {"codecs", "profile", "segments"}),
     "capacity": (2, {"codecs", "profile", "telemetry", "segments"}),

@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import pytest
 
+from nf_jax import Candidate
+from nf_jax.shadow_findings import find_out, sentence
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -18,13 +21,21 @@ def fenced(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_quickstart_runs_and_sends_few_bytes(capsys: pytest.CaptureFixture[str]):
-    quickstart, loop = fenced("python")
+def test_the_quickstart_runs_and_sends_few_bytes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    quickstart, beside, loop = fenced("python")
     names: dict[str, Any] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
         exec(compile(quickstart, "README.md", "exec"), names)
     percent = float(capsys.readouterr().out.split("%")[0])
     assert 3 < percent < 5
+
+    monkeypatch.setattr("nf_jax.candidates.DEFAULT_CANDIDATES", (Candidate.of("BF16"),))  # the fastest
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile(beside, "README.md", "exec"), names)
+    assert sentence(find_out(tmp_path / "shadow.jsonl")).startswith("safe to admit: middle (BF16). Saves ")
 
     names |= {"time": time, "batches": range(4), "step": lambda params, state, batch, load: (params, state)}
     exec(compile(loop, "README.md", "exec"), names)
