@@ -222,9 +222,10 @@ def _describe_nearest(job: Job, candidates: Sequence[Candidate]) -> str:
 
 
 def _describe_cost(job: Job, own: Candidate) -> str:
+    alike = "; alike in all seeds, so a finer metric would tell more" if len(set(own.gaps)) == 1 else ""
     return (
         f"{job.metric} worse than FP32's by {np.mean(own.gaps):.4g} on average, by its bound at most "
-        f"{own.bound:.4g}, {job.tolerance:.4g} allowed; {own.wire_fraction:.4f} of FP32's bytes"
+        f"{own.bound:.4g}, {job.tolerance:.4g} allowed; {own.wire_fraction:.4f} of FP32's bytes{alike}"
     )
 
 

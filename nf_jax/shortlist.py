@@ -109,7 +109,9 @@ def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def choose_finalists(trials: Iterable[Trial], count: int) -> list[Trial]:
-    """The best scores of the Pareto front, always with the end that loses least."""
+    """The best scores of the Pareto front; of two and more, one is the end that loses least."""
     front = pareto_front(trials)
     best = sorted(front, key=lambda trial: (trial.score, trial.number))[:count]
-    return best if not front or front[-1] in best else [*best[: count - 1], front[-1]]
+    if count == 1 or not front or front[-1] in best:
+        return best
+    return [*best[:-1], front[-1]]
