@@ -66,8 +66,9 @@ def aggregate_gradients(
       shadow: train exactly, whatever the profile's routes, and find out what low bits would have done: every
         step also travels by each candidate (True: `candidates.DEFAULT_CANDIDATES`), with residuals of its
         own, and `shadow_info(state)` compares, leaf by leaf, what would have come back with the true mean.
-        The updates are the bits of `Profile.static("FP32")`. It costs time, the candidates' bytes (counted
-        in `step_info(state).wire_bytes`), and an f32 copy of the parameters for each candidate.
+        The updates are the bits of `Profile.static("FP32")`. It costs time (8 times the CPU
+        time of an FP32 step with all five, on the digits MLP), the candidates' bytes (counted in
+        `step_info(state).wire_bytes`), and an f32 copy of the parameters for each candidate.
 
     Returns:
       An optax transform. Its `update` takes `value=` (this worker's loss, `f32[]`) and `reducer_load=`
