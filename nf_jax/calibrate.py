@@ -27,7 +27,7 @@ from nf_jax.lab import Lab, Options, Run, Tell, find_versions, num_steps, open_f
 from nf_jax.profile import Profile, Provenance, Target
 from nf_jax.protections import find_protections
 from nf_jax.replay import replay
-from nf_jax.search import Trial
+from nf_jax.search import Trial, import_optuna
 from nf_jax.shortlist import Makers, choose_finalists, search_short
 from nf_jax.space import BF16, Settings, describe, make_profile, model_of
 from nf_jax.thresholds import Limit
@@ -112,6 +112,7 @@ def calibrate(
     Raises:
       ValueError: the folder holds another calibration, optuna is missing, the job's reports do not fit.
     """
+    import_optuna()  # before hours of runs rather than after them
     began = open_folder(folder, job, options)
     lab = Lab(job, folder, tell)
     protections = find_protections(job, lab, options)

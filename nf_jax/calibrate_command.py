@@ -71,14 +71,18 @@ def calibrate_job(command: Calibrate, console: Console) -> None:
             date=command.date,
             tell=lambda text, steps: shown.update(task, advance=steps, description=text),
         )
-    calibrate_report.write_results(job, command.options, found, folder, plots=command.plots)
+    calibrate_report.write_results(job, command.options, found, folder)
+    if found.profile is not None:
+        found.profile.save(command.out)
     console.print(calibrate_report.candidates_table(job, command.options, found))
     console.print(calibrate_report.limits_table(found))
-    console.print(f"wrote {folder}/calibration.json" + (" and pareto.png" if command.plots else ""))
+    console.print(f"wrote {folder}/calibration.json", highlight=False)
+    if command.plots:
+        calibrate_report.plot_pareto(job, command.options, found, folder / "pareto.png")
+        console.print(f"drawn: {folder}/pareto.png", highlight=False)
     if found.profile is None:
         print(f"nf-jax: {found.message}", file=sys.stderr)
         sys.exit(3)
-    found.profile.save(command.out)
     console.print(f"wrote {command.out}: {found.message}", highlight=False)
 
 

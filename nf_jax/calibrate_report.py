@@ -21,11 +21,9 @@ _FP32, _BF16, _LOW, _CHOSEN, _STOPPED = "#000000", "#009E73", "#0072B2", "#D55E0
 _TOP_TOLERANCES = 8  # losses further above FP32's are drawn at the edge
 
 
-def write_results(job: Job, options: Options, found: Found, folder: Path, *, plots: bool = True) -> None:
-    """Writes calibration.json and, with plots, pareto.png."""
+def write_results(job: Job, options: Options, found: Found, folder: Path) -> None:
+    """Writes calibration.json."""
     write_json(folder / "calibration.json", summarize(job, options, found))
-    if plots:
-        plot_pareto(job, options, found, folder / "pareto.png")
 
 
 def candidates_table(job: Job, options: Options, found: Found) -> Table:

@@ -75,7 +75,7 @@ def run_search(
     Raises:
       ValueError: optuna is not installed.
     """
-    optuna = _import_optuna()
+    optuna = import_optuna()
     study = _open_study(optuna, journal, name)
     study.pruner = optuna.pruners.HyperbandPruner(min_steps, max_steps, REDUCTION_FACTOR)
     on_kept(len(study.get_trials(deepcopy=False)))
@@ -137,7 +137,8 @@ class _Recorded(NamedTuple):
         return self.params[name]
 
 
-def _import_optuna() -> Any:
+def import_optuna() -> Any:
+    """optuna, told to say no more than it must; ValueError, with what to install, where it is missing."""
     try:
         import optuna
     except ImportError:

@@ -316,6 +316,14 @@ def test_options_that_make_no_sense_are_refused(changes, said):
         Options(**changes)
 
 
+def test_what_is_missing_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    count = Count()
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ValueError, match="pip install"):
+        run(tmp_path / "none", make_job(on_report=count))
+    assert count.reports == 0 and not (tmp_path / "none").exists()
+
+
 def test_a_start_without_a_region_that_may_go_low_bit_is_refused(tmp_path):
     start = Profile.static("BF16")
     with pytest.raises(ValueError, match="expected a region that may go low-bit"):
