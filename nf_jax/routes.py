@@ -62,7 +62,8 @@ def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[li
         if given.server is not None:
             owed = _owed(group, given.server, axis)
             local = [stack + part for stack, part in zip(local, owed, strict=True)]
-    return collectives.mean_exact(in_runs(group, local), axis), local
+    # Put into runs after the sum: before it, XLA would copy the residuals.
+    return in_runs(group, collectives.mean_exact(local, axis)), local
 
 
 def _owed(group: Group, server: Sequence[Array], axis: collectives.Where) -> list[Array]:
