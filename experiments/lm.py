@@ -41,7 +41,7 @@ def text() -> Config:
         out=Path("runs/text"),
         steps=800,
         per_worker_batch=4,
-        learning_rate=1e-3,
+        learning_rate=2e-3,
         devices=4,
         model="2m",
         warmup_steps=80,
