@@ -116,8 +116,7 @@ def read(directory: str | Path, state_like: Any, *, step: int | None = None) -> 
     state_like = jax.tree.map(leaves.shape_of, state_like)
     saved, likes = content["leaves"], leaves.named(state_like)
     asked = {name: leaves.describe(leaf) for name, leaf in likes.items()}
-    saved = {name: form for name, form in saved.items() if not name.startswith(_under(content, "shadow"))}
-    free = _under(content, "memory", "pending", "shadow")
+    free = tuple(f"{name}.{field}" for name in content["plans"] for field in ("memory", "pending", "shadow"))
     shared, asked = ({n: x for n, x in xs.items() if not n.startswith(free)} for xs in (saved, asked))
     one_row = {name: [shape[1:], dtype] for name, (shape, dtype) in shared.items() if shape}
     is_stacked = one_row == asked and shared != asked
@@ -130,11 +129,6 @@ def read(directory: str | Path, state_like: Any, *, step: int | None = None) -> 
 def latest_step(directory: str | Path) -> int | None:
     """The number of the latest checkpoint in `directory`, or None; whether it is whole is not looked at."""
     return max(manifest.steps_in(Path(directory)), default=None)
-
-
-def _under(content: dict[str, Any], *fields: str) -> tuple[str, ...]:
-    """How the names of leaves begin that lie in these fields of an aggregate state."""
-    return tuple(f"{name}.{field}" for name in content["plans"] for field in fields)
 
 
 def _rebuilt(state_like: Any, loaded: dict[str, Any], plans: dict[str, Any]) -> Any:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nf_jax.host_state import host_state
-from nf_jax.pmean import Memory
-from nf_jax.state import AggregateState, is_aggregate
+from nf_jax.state import AggregateState, is_aggregate, own_part, with_own_part
 
 
 def drawn(fresh: Any, seed: int = 0) -> Any:
@@ -31,10 +30,11 @@ def drawn(fresh: Any, seed: int = 0) -> Any:
         if not isinstance(node, AggregateState):
             return like(node)
         num_workers = int(node.num_workers)
-        shared = jax.tree.map(like, node._replace(memory=None))
-        memory = jax.tree.map(lambda x: like(x[0], num_workers), node.memory)
+        own = own_part(node)
+        shared = jax.tree.map(like, with_own_part(node, [None] * len(own)))
         steps = {"step": np.int32(7), "num_workers": np.int32(num_workers)}
-        return shared._replace(memory=Memory(*memory), **steps)
+        rows = jax.tree.map(lambda x: like(x[0], num_workers), own)
+        return with_own_part(shared._replace(**steps), rows)
 
     return jax.tree.map(visit, host_state(fresh), is_leaf=is_aggregate)
 

@@ -140,6 +140,19 @@ def test_what_workers_should_share_but_do_not_is_named(state, tmp_path):
         checkpoint.read(tmp_path, fresh())
 
 
+def test_a_shadow_is_laid_out_like_the_residuals_and_left_out_of_what_is_read(tmp_path):
+    tx = nf_jax.aggregate_gradients(Profile.static(Route.FP32), axis="batch", num_workers=W, shadow=True)
+    shadowed = drawn(tx.init(params_of()))
+    assert jax.tree.leaves(shadowed.shadow.memory)
+    for place in LAYOUTS.values():
+        assert same_bits(place(shadowed), shadowed)
+    checkpoint.save(tmp_path, LAYOUTS["pmap"](shadowed), step=1)
+    without = shadowed._replace(shadow=None)
+    assert same_bits(checkpoint.read(tmp_path, tx.init(params_of())), without)
+    plan = nf_jax.plan(Profile.static(Route.FP32), params_of(), 2)
+    assert elastic.resize(shadowed, Profile.static(Route.FP32), plan).state.shadow is None
+
+
 # ------------------------------------------------------------------------------------------- refusals
 
 
