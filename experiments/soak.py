@@ -235,7 +235,7 @@ def soak(config: Config, tick: Callable[[str], None]) -> tuple[Found, Lanes]:
             beat()
             found.broken += check_seen(trouble, seen, info)
             found.broken += soak_laws.observe(found.episodes[-1], profile, lanes, before, info)
-            if found.steps % SAMPLE_STEPS == 0:
+            if found.steps % SAMPLE_STEPS == 1:
                 found.memory.append((found.steps, memory_bytes()))
             tick(f"{found.episodes[-1].kind}: loss {seen.loss.mean():.3f}")
             return time.monotonic() < end

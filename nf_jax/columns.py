@@ -85,14 +85,15 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
     }
     seconds, routes = columns.pop("step_seconds"), columns.pop("routes")
     sent, fp32_bytes = (columns.pop(name) for name in ("wire_bytes", "fp32_bytes"))
+    beside = sent - wire_bytes_of(lanes, routes) if len(sent) else sent
     return Columns(
         header=header,
         lanes=lanes,
         steps=columns.pop("step"),
         routes=routes,
         reasons=columns.pop("reasons"),
-        overhead_bytes=int(sent[0]) - wire_bytes_of(lanes, routes[:1]).item() if len(sent) else 0,
-        fp32_bytes=int(fp32_bytes[0]) if len(sent) else 0,
+        overhead_bytes=_constant(beside, "wire_bytes", path),
+        fp32_bytes=_constant(fp32_bytes, "fp32_bytes", path),
         signals=Signals(**columns),
         step_seconds=seconds if np.isfinite(seconds).any() else None,
         truncated=truncated,
@@ -107,6 +108,17 @@ def wire_bytes_of(lanes: Lanes, routes: np.ndarray) -> np.ndarray:
     for lane, row in enumerate(table):
         total += row[routes[:, lane]]
     return total
+
+
+def _constant(num_bytes: np.ndarray, name: str, path: object) -> int:
+    """Bytes that are the same in all steps, 0 where there is none; ValueError where they are not."""
+    wrong = np.flatnonzero((num_bytes != num_bytes[:1]) | (num_bytes < 0))
+    if len(wrong):
+        raise ValueError(
+            f"{path}: line {wrong[0] + 2}: {name}: expected what this step's routes send, and beside it as "
+            f"much as on line 2, at least 0: {num_bytes[0]} bytes; got {num_bytes[wrong[0]]}"
+        )
+    return int(num_bytes[0]) if len(num_bytes) else 0
 
 
 def _stack(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:

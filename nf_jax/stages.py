@@ -28,7 +28,10 @@ OWN_STAGE: dict[Route, StageName] = {
 }
 """What a route does on the worker beside the stages that routes share: scales, residuals, health's norms."""
 
-NonNegative = Annotated[float, Field(ge=0)]
+# Nothing takes longer than 30 years, and products with bytes stay finite.
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Error = Annotated[float, Field(ge=0, le=1e30)]
+Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class Stage(Frozen):
@@ -38,13 +41,13 @@ class Stage(Frozen):
     """Of one call without bytes, s."""
     seconds_per_byte: NonNegative
     """Of every byte, s. A collective's bytes are those a worker sends; else votes, or the lane in FP32."""
-    latency_error_seconds: NonNegative
+    latency_error_seconds: Error
     """Standard error of the latency, s."""
-    seconds_per_byte_error: NonNegative
+    seconds_per_byte_error: Error
     """Standard error of the seconds per byte, s."""
     sizes_bytes: Many[Size]
     """Where it was measured, ascending, bytes."""
-    measured_seconds: Many[float]
+    measured_seconds: Many[Seconds]
     """What was measured there, s; of a route's own stage what the shared ones leave, so maybe below 0."""
 
     @model_validator(mode="after")

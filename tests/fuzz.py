@@ -91,7 +91,7 @@ def good_files() -> dict[str, list[bytes]]:
     """Kind of file -> good ones."""
     shipped = [path.read_bytes() for path in sorted((ROOT / "profiles").glob("*.toml"))]
     with tempfile.TemporaryDirectory() as folder:
-        traced = traces.write_made_up(Path(folder) / "t.jsonl", 12).read_bytes()
+        traced = traces.write_made_up(Path(folder) / "t.jsonl", traces.MADE_UP_STEPS).read_bytes()
     return {
         "profile": [HAND_WRITTEN.encode(), profile.Profile.loads(HAND_WRITTEN).dumps().encode(), *shipped],
         "substrate": [substrates.substrate(link="1gbit").dumps().encode()],
@@ -104,7 +104,21 @@ def good_files() -> dict[str, list[bytes]]:
 
 VALUES = [
     *("nan", "-nan", "inf", "-inf", "NaN", "Infinity", "-Infinity", '"NaN"', '"Infinity"', "1e999", "-1e999"),
-    *("0", "1", "-1", "0.0", "-0.0", "1e-320", "1e39", "3.5e38", "2147483647", "2147483648", "-2147483649"),
+    *(
+        "0",
+        "1",
+        "-1",
+        "0.0",
+        "-0.0",
+        "1e-320",
+        "1e39",
+        "3.5e38",
+        "1e300",
+        "-1e300",
+        "2147483647",
+        "2147483648",
+        "-2147483649",
+    ),
     *("9223372036854775807", "9223372036854775808", "1" + "0" * 400, "9" * 5000, "0x" + "f" * 5000, "1_000"),
     *("true", "false", "null", "None", '""', "''", '"x"', '"1"', '"SIGN"', '"sign"', '"FP64"', "2024-01-01"),
     *("[]", "{}", "[[]]", "[1]", "[1, 2]", '["a", "a"]', "{a = 1}", '{"a": 1}', "[" * 200 + "]" * 200),

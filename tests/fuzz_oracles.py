@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import io
 import json
 import math
 import re
+import tempfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import traces
 from rich.console import Console
 
 import nf_jax
@@ -225,23 +228,46 @@ def check_trace(path: Path, loaded: Trace) -> None:
         assert seconds is None or (type(seconds) in (int, float) and 0 <= seconds < math.inf), seconds
         assert record["step"] > last, f"step {record['step']} after {last}"
         last = record["step"]
-    columns = read_columns(path)
-    assert columns.truncated == loaded.truncated
+    by_route = np.asarray(lanes["wire_bytes"]).reshape(-1, 4)
+    lanes_sent = [sum(by_route[lane][route] for lane, route in enumerate(r["routes"])) for r in records]
+    beside = {record["wire_bytes"] - sent for record, sent in zip(records, lanes_sent, strict=True)}
+    adds_up = len(beside) < 2 and min(beside, default=0) >= 0 and len({r["fp32_bytes"] for r in records}) < 2
+    try:
+        columns = read_columns(path)
+    except ValueError as error:
+        assert not adds_up, error
+        check_refusal(error, path)
+        return
+    assert adds_up and columns.truncated == loaded.truncated
     assert columns.steps.tolist() == [record["step"] for record in records]
     check_use(path, loaded, columns)
 
 
 def check_use(path: Path, loaded: Trace, columns: Any) -> None:
     """Reports and replay take it, or refuse it as a file is refused."""
-    for use in (
-        lambda: shown(report.run_table(path)),
-        lambda: report.explain(loaded),
-        lambda: replay._check(columns),
-    ):
+    uses = [lambda: shown(report.run_table(path)), lambda: report.explain(loaded)]
+    # What differs in the header, or in length, would compile the replay anew: its checks are enough there.
+    is_alike = (columns.header, columns.lanes, len(columns.steps)) == made_up()
+    uses.append(lambda: check_replay(columns) if is_alike else replay._check(columns))
+    for use in uses:
         try:
             use()
         except ValueError as error:
             check_refusal(error, path)
+
+
+@functools.cache
+def made_up() -> tuple[Any, Any, int]:
+    """Header, lanes and length of the good trace."""
+    with tempfile.TemporaryDirectory() as folder:
+        columns = read_columns(traces.write_made_up(Path(folder) / "t", traces.MADE_UP_STEPS))
+    return columns.header, columns.lanes, len(columns.steps)
+
+
+def check_replay(columns: Any) -> None:
+    found = replay.replay(columns)
+    assert np.isin(found.routes, range(4)).all() and (found.wire_bytes >= 0).all()
+    assert (np.diff(found.trips, axis=0) >= 0).all() and found.is_rerun
 
 
 def shown(*tables: Any) -> None:

@@ -16,7 +16,7 @@ from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Model, Phase, Pr
 from nf_jax.stages import COLLECTIVES, Substrate, fit
 from nf_jax.telemetry import Signals, StepInfo
 
-W, NUM_STEPS = 2, 60
+W, NUM_STEPS, MADE_UP_STEPS = 2, 60, 12
 FP32, _, SIGN, TERNARY = Route
 SHAPES = {
     "head/kernel": (128, 10),
@@ -82,6 +82,7 @@ def write_made_up(path: Path, num_steps: int, **header: Any) -> Path:
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
     lanes = nf_jax.plan(PROFILE, shapes, W).lanes
     num_lanes, num_regions = len(lanes.names), len(PROFILE.regions)
+    exact, low = (sum(row[route] for row in lanes.wire_bytes) for route in (FP32, SIGN))
     rng = np.random.default_rng(0)
     with trace.TraceWriter(path, PROFILE.dumps(), lanes, **{"num_workers": W} | header) as writer:
         for number in range(num_steps):
@@ -101,8 +102,8 @@ def write_made_up(path: Path, num_steps: int, **header: Any) -> Path:
                 reasons=by_lane,
                 next_routes=by_lane + np.int32(2 * (number > 3)),
                 next_reasons=by_lane,
-                wire=np.asarray([0, 4000], np.int32),
-                fp32_wire=np.asarray([1, 5], np.int32),
+                wire=np.asarray(divmod((low if number > 4 else exact) + 64, 65536), np.int32),
+                fp32_wire=np.asarray(divmod(exact, 65536), np.int32),
                 health_state=by_region + np.int32(1),
                 trigger=by_region,
                 trips=by_region + np.int32(number > 2),
