@@ -180,7 +180,7 @@ def test_a_trace_that_is_not_whole_is_an_error(columns: Columns):
     gap[7:] += 3
     with pytest.raises(ValueError, match="got 10 in place 7"):
         replay(columns._replace(steps=gap))
-    with pytest.raises(ValueError, match="at least one step"):
+    with pytest.raises(ValueError, match="steps: expected at least one"):
         replay(columns._replace(steps=columns.steps[:0]))
 
 
