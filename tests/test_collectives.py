@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -249,3 +250,19 @@ def test_a_value_that_is_not_finite_stays_so_in_agree(mode: str):
     assert rows_are_equal(found)
     expected = np.isin(np.arange(9), [2, 5])
     np.testing.assert_array_equal(~np.isfinite(found[0]), expected)
+
+
+def test_small_leaves_of_one_dtype_are_summed_as_one_array_and_large_ones_alone():
+    large = collectives.MAX_JOINED_SIZE + 1
+    leaves = [per_worker(4, size) for size in (3, 5, 1, large, 7)]
+    leaves[4] = leaves[4].astype(np.complex64)
+
+    def both(x: Any, _: Any) -> Any:
+        return collectives.mean_leaves(x, AXIS), jax.lax.pmean(x, AXIS)
+
+    program = mapped(lambda x, _: collectives.mean_leaves(x, AXIS), 4, "pmap").lower(leaves, None).as_text()
+    summed = re.findall(r"all_reduce.*?: \(tensor<([^)]*)>\) ->", program, re.DOTALL)
+    assert sorted(summed) == sorted(["9xf32", f"{large}xf32", "7xcomplex<f32>"])
+    means, plain = run(both, leaves, "pmap")
+    for mean, expected in zip(means, plain, strict=True):
+        np.testing.assert_array_equal(mean, expected)

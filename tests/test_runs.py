@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -192,7 +192,7 @@ def test_rules_that_bring_their_own_steps_are_followed_by_none(policy):
     tx = make_optimizer(config, rule_of(config, policy, params), policy)
 
     @functools.partial(jax.pmap, axis_name=AXIS)
-    def two_steps(gradients: object, state: object) -> object:
+    def two_steps(gradients: Any, state: Any) -> Any:
         updates, state = tx.update(gradients, state, params)
         return updates, tx.update(gradients, state, params)[0]
 
