@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nf_jax
+from experiments import hlo
 from nf_jax import Profile, Route, codecs, segments
 from nf_jax.profile import Buckets, Codec, Phase, Region
 
@@ -369,7 +370,7 @@ def bench_wire(config: Config) -> dict[str, Any]:
         for name, (route, codec) in settings.items():
             profile = Profile.static(route, **codec)
             compiled, claimed, fp32 = compile_aggregation(profile, shapes, num_workers)
-            sent = sum(collective_bytes(compiled.as_text(), num_workers))
+            sent = sum(hlo.collective_bytes(compiled.as_text(), num_workers))
             if sent != claimed:
                 raise AssertionError(f"{name}, W={num_workers}: compiled {sent} bytes, claimed {claimed}")
             result[f"{name}_wire_fraction"][num_workers] = sent / fp32
@@ -388,26 +389,6 @@ def compile_aggregation(profile: Profile, shapes: dict[str, tuple[int, ...]], nu
     plan = nf_jax.plan(profile, tree, num_workers)
     claimed = plan.wire_bytes([profile.route_table[0][1][r] for r in plan.lanes.regions])
     return lowered.compile(), claimed, plan.fp32_bytes
-
-
-def collective_bytes(hlo: str, num_workers: int) -> list[int]:
-    """Bytes a worker sends in every collective of a compiled program: a ring's for all-reduce."""
-    kinds = {
-        "all-reduce": lambda n: -(-2 * (num_workers - 1) * n // num_workers),
-        "all-to-all": lambda n: (num_workers - 1) * n // num_workers,
-        "all-gather": lambda n: (num_workers - 1) * n // num_workers,  # n is the result's size here
-    }
-    found = []
-    for line in hlo.splitlines():
-        match = re.search(r"= (.*?) (all-reduce|all-to-all|all-gather)(-start)?\(", line)
-        if match:
-            found.append(kinds[match[2]](sum(map(array_bytes, re.findall(r"(\w+)\[([\d,]*)\]", match[1])))))
-    return found
-
-
-def array_bytes(spelled: tuple[str, str]) -> int:
-    bits = int(re.sub(r"\D", "", spelled[0]) or 8)
-    return int(np.prod([int(n) for n in spelled[1].split(",") if n], dtype=np.int64)) * bits // 8
 
 
 # ============================================================================================ memory

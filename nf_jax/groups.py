@@ -131,6 +131,15 @@ def unstack(stacks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[
     return [row.reshape(shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
+def narrow(mean: Array, dtype: np.dtype) -> Array:
+    """A mean in the leaf's dtype. What is finite stays so: signs at one size, or gradients with what was
+    owed, may go beyond the largest `f16` or `bf16`, which a plain mean cannot."""
+    if mean.dtype == dtype:
+        return mean
+    largest = jnp.finfo(dtype).max.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(mean), jnp.clip(mean, -largest, largest), mean).astype(dtype)
+
+
 def in_runs(group: Group, stacks: Sequence[Array]) -> list[Array]:
     """Stacks `[k, *matrix_shape]` as `[k, *run_shape]`."""
     return [

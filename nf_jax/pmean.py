@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from nf_jax import collectives, regions
-from nf_jax.groups import Given, Group, join_stacks, stack_leaves, unstack
+from nf_jax.groups import Given, Group, join_stacks, narrow, stack_leaves, unstack
 from nf_jax.plan import Plan
 from nf_jax.profile import Route, to_route
 from nf_jax.switch import average_group, clear_settled
@@ -177,7 +177,7 @@ def average(
         is_lossy = jnp.asarray(route) != Route.FP32
         wholes = _wholes(outcome.means, [plan.shapes[i] for i in group.leaves], is_lossy, inner)
         for index, mean in zip(group.leaves, wholes, strict=True):
-            means[index] = _narrow(mean, leaves[index].dtype)
+            means[index] = narrow(mean, leaves[index].dtype)
         if keep_sent:
             for index, part in zip(group.leaves, unstack(outcome.sent, shapes), strict=True):
                 sent[index] = part
@@ -197,15 +197,6 @@ def average(
         agreement,
         residual_ratio,
     )
-
-
-def _narrow(mean: Array, dtype: Any) -> Array:
-    """A mean in the leaf's dtype. What is finite stays so: signs at one size, or gradients with what was
-    owed, may go beyond the largest `f16` or `bf16`, which a plain mean cannot."""
-    if mean.dtype == dtype:
-        return mean
-    largest = jnp.finfo(dtype).max.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(mean), jnp.clip(mean, -largest, largest), mean).astype(dtype)
 
 
 def _pieces(group: Group, leaves: Sequence[Array], inner: collectives.Level | None) -> Sequence[Array]:

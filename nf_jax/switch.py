@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from nf_jax import collectives
-from nf_jax.groups import Given, Group, nothing_voted, wide_gradients
+from nf_jax.groups import Given, Group, narrow, nothing_voted, wide_gradients
 from nf_jax.profile import Route
 from nf_jax.routes import ROUTES, average_fp32, settle_fp32
 
@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     """What averaging a group leaves.
 
     Attributes:
-      means: stacks in runs, f32 `[k, *run_shape]`.
+      means: stacks in runs, `[k, *run_shape]`, in the dtype of the gradients given.
       sent: stacks, this worker's share as the others understood it; empty unless asked for.
       residuals: stacks, empty without error feedback.
       server: a `f32[k, shard_size]` per stack, or empty.
@@ -171,20 +171,24 @@ def _receive(
     keep_sent: bool,
 ) -> tuple[Sequence[Array], Sequence[Array], Array | None]:
     """The means, what this worker sent, and whether residuals were settled (None: cannot be)."""
-    wide = [stack.astype(jnp.float32) for stack in carry.residuals] or None
-    given = given._replace(residuals=wide, server=carry.server or None)
     has_memory = bool(carry.residuals or carry.server)
+
+    def narrowed(means: Sequence[Array]) -> list[Array]:
+        # Here, so that of small dtypes one group at a time is held in f32.
+        return [narrow(mean, own.dtype) for mean, own in zip(means, given.gradients, strict=True)]
 
     def by_route(r: Route) -> Callable[[], Any]:
         if r == Route.FP32:
-            return lambda: (average_fp32(group, given, axis), carry.sent, jnp.asarray(False))
+            return lambda: (narrowed(average_fp32(group, given, axis)), carry.sent, jnp.asarray(False))
         receive = ROUTES[r].receive
-        return lambda: (receive(group, carry.payloads[r]), carry.sent, jnp.asarray(False))
+        return lambda: (narrowed(receive(group, carry.payloads[r])), carry.sent, jnp.asarray(False))
 
     def settle() -> Any:
-        means, local = settle_fp32(group, given, axis)
+        # Widened here, not before the branches: what these are given is written out at every step.
+        wide = [stack.astype(jnp.float32) for stack in carry.residuals] or None
+        means, local = settle_fp32(group, given._replace(residuals=wide, server=carry.server or None), axis)
         local = [collectives.varying(stack, axis) for stack in local] if keep_sent else []
-        return means, local, jnp.asarray(True)
+        return narrowed(means), local, jnp.asarray(True)
 
     settles = has_memory and Route.FP32 in group.routes
     pending = pending & given.ok  # a step that is not sound may be dropped: it pays nothing out

@@ -230,16 +230,22 @@ def _squared_norms(plan: Plan, leaves: Sequence[Any]) -> tuple[Array, np.ndarray
             alike.setdefault((leaf.shape, leaf.dtype, i if alone else None), []).append(i)
     if not alike:
         return jnp.zeros((1,), jnp.float32), np.zeros((1,), np.int32)
-    parts = []
-    for members in alike.values():
-        stack = jnp.concatenate([leaves[i].reshape(1, -1) for i in members])
-        if jnp.issubdtype(stack.dtype, jnp.complexfloating):
-            stack = jnp.concatenate([stack.real, stack.imag], axis=1)
-        wide = stack.astype(jnp.float32)
-        # As a product: three times as fast on CPU as a sum of squares.
-        parts.append(jnp.einsum("kn,kn->k", wide, wide, precision=jax.lax.Precision.HIGHEST))
+    parts = [
+        _squares(jnp.concatenate([leaves[i].reshape(1, -1) for i in members])) for members in alike.values()
+    ]
     order = [i for members in alike.values() for i in members]
     return jnp.concatenate(parts), np.asarray([plan.leaf_regions[i] for i in order], np.int32)
+
+
+def _squares(stack: Array) -> Array:
+    """Sums of squares in f32, `[k, n]` -> `f32[k]`."""
+    if jnp.issubdtype(stack.dtype, jnp.complexfloating):
+        stack = jnp.concatenate([stack.real, stack.imag], axis=1)
+    if stack.dtype == jnp.float32:
+        # As a product: three times as fast on CPU as a sum of squares.
+        return jnp.einsum("kn,kn->k", stack, stack, precision=jax.lax.Precision.HIGHEST)
+    # A product would have its operand written out in f32, twice the size of the gradient.
+    return jnp.sum(jnp.square(stack.astype(jnp.float32)), axis=1)
 
 
 def _scalar(value: Any, name: str) -> Array:

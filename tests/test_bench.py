@@ -7,16 +7,6 @@ import pytest
 from experiments import bench
 
 
-def test_bytes_are_read_from_collectives_of_every_kind():
-    hlo = """
-      %a = (f32[10]{0}, f32[3,4]{1,0}) all-reduce(%x, %y), replica_groups={{0,1,2,3}}
-      %b = u32[4,8]{1,0} all-to-all(%z), dimensions={0}
-      %c = u16[4,5]{1,0} all-gather(%w), dimensions={0}
-      %d = f32[100]{0} add(%e, %f)
-    """
-    assert bench.collective_bytes(hlo, num_workers=4) == [132, 96, 30]
-
-
 def test_a_ratio_is_taken_turn_by_turn():
     seconds = {"a": [2.0, 30.0, 4.0], "b": [1.0, 10.0, 1.0]}
     assert bench.ratio(seconds, "a", "b") == {"median": 3.0, "min": 2.0, "max": 4.0}

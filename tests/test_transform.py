@@ -20,7 +20,7 @@ from workers import AXIS, MODES, mapped, mesh_of, rows_are_equal, sent_bytes
 import nf_jax
 from nf_jax import Profile, Route
 from nf_jax.health import Health, Trigger
-from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Phase, Region
+from nf_jax.profile import Buckets, CapacityLimits, Codec, HealthLimits, Phase, Region
 from nf_jax.telemetry import Reason
 
 FP32, BF16, SIGN, TERNARY = Route
@@ -558,3 +558,21 @@ def test_residuals_are_overwritten_in_place(route: Route, num_workers: int):
     step = jax.pmap(tx.update, axis_name=AXIS, donate_argnums=1, devices=jax.devices()[:num_workers])
     hlo = step.lower(gradients(0, num_workers), state).compile().as_text()
     assert "f32[1,96,64]" in hlo and not re.search(r"= f32\[1,(96,64|2048)\]\S* copy\(", hlo)
+
+
+def test_of_small_dtypes_one_group_at_a_time_is_held_in_f32():
+    tree = {f"layer_{i}": jax.ShapeDtypeStruct((2, 256, 512), "bfloat16") for i in range(6)}
+    chosen = Profile(
+        name="one_lane_a_leaf",
+        regions=(Region(name="all", pattern=".*", codec=Codec(residual_dtype="bfloat16")),),
+        phases=(Phase(start_step=0, routes={"all": SIGN}),),
+        buckets=Buckets(first_bytes=2**18, cap_bytes=2**18),
+    )
+    tx = aggregate(chosen, 2)
+    state = jax.eval_shape(tx.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree))
+    assert state.pending.shape == (6,)
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), state)
+    step = jax.pmap(tx.update, axis_name=AXIS, donate_argnums=1, devices=jax.devices()[:2])
+    temporary_bytes = step.lower(tree, state).compile().memory_analysis().temp_size_in_bytes
+    # A mean and what it is made of, the f32 of a sketch, and every leaf's words.
+    assert temporary_bytes < 4 * (256 * 512 * 4)  # of six
