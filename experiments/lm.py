@@ -1,6 +1,6 @@
 """Language modelling, trained alike with every policy: what do cheap gradients cost in nats per byte?
 
-    python -m experiments.lm text                    # 3 policies x 3 seeds: about 20 minutes on 2 cores
+    python -m experiments.lm text                    # 3 policies x 3 seeds: about 10 minutes on 2 cores
     python -m experiments.lm text --model 6m         # larger
     python -m experiments.lm text --model pythia-70m # goes on from the weights of that folder
 
@@ -39,12 +39,12 @@ def text() -> Config:
         task="text",
         profile=ROOT / "profiles" / "text-2m.toml",
         out=Path("runs/text"),
-        steps=800,
+        steps=400,
         per_worker_batch=4,
         learning_rate=2e-3,
         devices=4,
         model="2m",
-        warmup_steps=80,
+        warmup_steps=40,
         num_evaluations=8,
         last_evaluations=3,
     )

@@ -24,6 +24,8 @@ from rich.table import Table
 
 from experiments.jobs import STYLES
 
+LETTER_WIDTH, LABEL_HEIGHT = 5.0, 10.0  # of a label in the picture, in typographic points
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -99,15 +101,33 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
         ax.plot([point.wire_fraction] * 2, [min(point.losses), max(point.losses)], color=color, linewidth=1)
         fill = color if point.is_best else "none"
         ax.plot(point.wire_fraction, point.loss, "o", color=color, markerfacecolor=fill)
-        ax.annotate(
-            point.name, (point.wire_fraction, point.loss), (6, 4), textcoords="offset points", fontsize=8
-        )
     ax.set(xscale="log", xlabel="bytes sent over FP32's", ylabel="held-out loss", title=title)
     ax.margins(0.15)
+    figure.draw_without_rendering()  # the axes get their place, which labels need to know
+    for point, rise in zip(points, label_rises(ax, points), strict=True):
+        at = (point.wire_fraction, point.loss)
+        ax.annotate(point.name, at, (6, 4 + rise), textcoords="offset points", fontsize=8)
     ax.grid(alpha=0.3)
     ax.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def label_rises(ax: Any, points: Sequence[Point]) -> list[float]:
+    """By how many typographic points each label is moved up, so that none lies on another's."""
+    in_points = 72 / ax.figure.dpi
+    places = [ax.transData.transform((p.wire_fraction, p.loss)) * in_points for p in points]
+    taken: list[tuple[float, float, float]] = []  # left end, right end, height
+    rises = [0.0] * len(points)
+    for index in sorted(range(len(points)), key=lambda i: places[i][1]):
+        left, height = places[index]
+        right, start = left + LETTER_WIDTH * len(points[index].name), height
+        for begin, end, other in sorted(taken, key=lambda own: own[2]):
+            if begin < right and left < end and abs(height - other) < LABEL_HEIGHT:
+                height = other + LABEL_HEIGHT
+        taken.append((left, right, height))
+        rises[index] = float(height - start)
+    return rises
 
 
 def make_table(points: Sequence[Point]) -> Table:

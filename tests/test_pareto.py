@@ -35,6 +35,20 @@ def test_the_front_is_what_none_beats_on_both():
     assert best == {"static", "guided", "bf16"}
 
 
+def test_labels_do_not_lie_on_each_other():
+    from matplotlib.figure import Figure
+
+    ax = Figure(dpi=72).subplots()
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    one, near, far = (
+        pareto.Point(name, "guided", fraction, (loss,))
+        for name, fraction, loss in (("one", 0.1, 0.5), ("near", 0.11, 0.501), ("far", 0.9, 0.5))
+    )
+    low, high, other = pareto.label_rises(ax, [one, near, far])
+    assert low == other == 0 and 9 < high <= 10
+    assert pareto.label_rises(ax, [near, one, far]) == [high, low, other]
+
+
 def test_the_command_draws_what_lies_in_several_folders(tmp_path, capsys):
     for name, rows in {"one": ROWS[:3], "two": ROWS[3:]}.items():
         (tmp_path / name).mkdir()
