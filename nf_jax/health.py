@@ -16,7 +16,7 @@
 - WARMUP travels in FP32 anyway, so nothing falls back there. But steps that are not finite, as many in
   a row, are a trip there too: an endless overflow ends in LOCKED, whenever it starts.
 
-What loss and norms are compared with, `baselines.py` learns.
+What loss and norms are compared with, `running_means.py` learns.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nf_jax.baselines import agrees_little, count_up, f32, i32, is_finite, lanes_of, learn, outliers
 from nf_jax.profile import HealthLimits
+from nf_jax.running_means import agrees_little, count_up, f32, i32, is_finite, lanes_of, learn, outliers
 from nf_jax.telemetry import Array, Signals
 
 MAX_COOLDOWN_STEPS = 2**20

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nf_jax import baselines, health
-from nf_jax.baselines import Distances
+from nf_jax import health, running_means
 from nf_jax.columns import Columns
 from nf_jax.profile import HealthLimits
+from nf_jax.running_means import Distances
 
 _DIGITS = 2
 _UNLIMITED = 1e30
@@ -141,7 +141,7 @@ def _chance_agreement(traces: Sequence[Columns]) -> float:
 @functools.partial(jax.jit, static_argnames=("limits", "lane_regions"))
 def _scan(limits: HealthLimits, lane_regions: tuple[int, ...], signals: Any) -> Distances:
     def one_step(state: Any, measured: Any) -> tuple[Any, Distances]:
-        found = baselines.distances(lane_regions, state, measured)
+        found = running_means.distances(lane_regions, state, measured)
         return health.step(limits, lane_regions, state, measured), found
 
     num_regions, num_lanes = signals.gradient_norm.shape[1], len(lane_regions)
