@@ -203,8 +203,8 @@ def load_bert(folder: Path, num_classes: int = 2, seed: int = 0, *, mean: bool =
         index, name = inner.groups() if inner else ("", layer)
         return Source(prefix + names[name].format(index) if name in names else CLASSIFIER_NAMES[name])
 
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens > 0)["params"])
+    ids = np.zeros((1, 1), np.int32)  # not JAX's: a job says only later how many devices there are
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), ids, ids > 0)["params"])
     return model, pretrained.load_params(shapes, tensors, source, new_layers(model, seed))
 
 

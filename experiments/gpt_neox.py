@@ -153,7 +153,7 @@ def rotate(values: jax.Array, share: float, base: float) -> jax.Array:
 
 def param_shapes(model: NeoX) -> Any:
     """The params as `jax.ShapeDtypeStruct`s: nothing is allocated, whatever the size."""
-    ids = jnp.zeros((1, 1), jnp.int32)
+    ids = np.zeros((1, 1), np.int32)  # not JAX's: a job says only later how many devices there are
     return jax.eval_shape(lambda: model.init(jax.random.key(0), ids)["params"])
 
 

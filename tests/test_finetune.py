@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -53,6 +56,27 @@ def test_a_job_learns_its_few_sentences(tiny):
         (run,) = runs.run_policy(tiny, finetune.TASKS["sst2"](tiny), "fp32", lambda text: None)
     assert run.row["metric"] == "test_accuracy" and run.row["value"] == pytest.approx(100)
     assert run.row["test_loss"] < 0.5 < run.steps[0]["train_loss"]
+
+
+def test_the_command_runs_in_a_fresh_process(tiny):
+    """Here JAX has started before; there a job has to say first how many devices it wants."""
+    flags = {"devices": 2, "steps": 1, "warmup-steps": 0, "num-evaluations": 1, "per-worker-batch": 2}
+    arguments = [
+        "sst2",
+        "--policies",
+        "fp32",
+        "--seeds",
+        "0",
+        "--data",
+        str(tiny.data),
+        "--out",
+        str(tiny.out),
+    ]
+    arguments += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    script = f"from experiments import finetune; finetune.LENGTH = 8; finetune.main({arguments!r})"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ENCODER.parents[2], timeout=120)
+    (row,) = json.loads((tiny.out / "summary.json").read_text())
+    assert row["num_workers"] == 2 and row["steps"] == 1
 
 
 def test_labels_of_other_classes_are_refused_by_file(tiny):
