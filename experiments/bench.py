@@ -19,11 +19,10 @@ import functools
 import json
 import platform
 import re
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +31,15 @@ import optax
 import rich
 import tyro
 from jax import lax
-from rich import box, progress
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import nf_jax
 from experiments import hlo
-from nf_jax import Profile, Route, codecs, segments
+from experiments.bench_codec import bench_codec
+from experiments.timing import carried, interleave, ratio
+from nf_jax import Profile, Route
 from nf_jax.profile import Buckets, Codec, Phase, Region
 
 AXIS = "batch"
@@ -65,151 +66,6 @@ class Config:
     """Numbers of workers for which bytes on the wire are read off the compiled program."""
     devices: int = 8
     """Virtual CPU devices; ignored on accelerators."""
-
-
-# ============================================================================================ timing
-
-
-def interleave(arms: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call; arms take turns, so that a slow minute of the machine hits all alike."""
-    for call in arms.values():
-        jax.block_until_ready(call())
-        jax.block_until_ready(call())
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in progress.track(range(repeats), description=" / ".join(arms), transient=True):
-        for name, call in arms.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def ratio(seconds: dict[str, list[float]], name: str, base: str) -> dict[str, float]:
-    """Median, minimum and maximum of one arm's time over another's in the same turn."""
-    turns = [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
-    return {"median": statistics.median(turns), "min": min(turns), "max": max(turns)}
-
-
-def carried(step: Callable[..., Any], *fixed: Any, state: Any) -> Callable[[], Any]:
-    """Calls `step(*fixed, state) -> (out, state)` on the state it left: donated buffers are used up."""
-    held = [state]
-
-    def call() -> Any:
-        out, held[0] = step(*fixed, held[0])
-        return out
-
-    return call
-
-
-# ============================================================================================= codec
-
-
-def bench_codec(config: Config) -> dict[str, Any]:
-    """16 MiB as one square matrix on one device, as worker and reducer of W = 8 would handle it."""
-    side = int((config.megabytes * 2**18) ** 0.5)
-    values = jax.random.normal(jax.random.key(0), (side, side))
-    arms: dict[str, Callable[[], Any]] = {"copy": functools.partial(jax.jit(lambda x: x * 2), values)}
-    plain = plain_codec(segments.make_segment(values.shape, 8, "leaf"))
-    arms["plain"] = functools.partial(code_plain, plain, values)
-    for scale in ("leaf", "rank1"):
-        segment = segments.make_segment(values.shape, 8, scale)
-        step = functools.partial(code_with_feedback, feedback_codec(segment))
-        state = (jnp.zeros_like(values), jnp.zeros(segment.shard_size))
-        arms[f"ef {scale}"] = carried(step, values, state=state)
-    seconds = interleave(arms, config.repeats)
-    return {
-        "codec_over_copy": ratio(seconds, "plain", "copy"),
-        "codec_ef_over_copy": ratio(seconds, "ef leaf", "copy"),
-        "codec_ef_rank1_over_copy": ratio(seconds, "ef rank1", "copy"),
-        "codec_copy_seconds": statistics.median(seconds["copy"]),
-    }
-
-
-class CodecPrograms(NamedTuple):
-    """What a worker, and reducer of one shard, computes for a leaf, as the kernels that a step has.
-
-    In one program XLA would fuse across the collectives' places, which no step can: it would count votes
-    anew for every element that is decoded.
-    """
-
-    pack: Callable[..., Any]
-    reduce: Callable[..., Any]
-    receive: Callable[..., Any]
-    scale: Callable[..., Any] = lambda *_: None
-    keep: Callable[..., Any] = lambda *_: None
-
-
-def plain_codec(segment: segments.Segment) -> CodecPrograms:
-    """Signs up, majority down, nothing else."""
-    levels = codecs.LEVELS["majority"]
-
-    def pack(values: jax.Array) -> jax.Array:
-        return codecs.pack_bits(segments.to_shards(values > 0, segment))
-
-    def reduce(words: jax.Array) -> jax.Array:
-        planes = codecs.count_votes(words)
-        ties = codecs.random_words(jnp.uint32(1), words.shape[1])
-        majority = codecs.majority_words(planes, segment.num_workers, ties)
-        return jnp.broadcast_to(majority, words.shape)[:, None]
-
-    def receive(down: jax.Array) -> jax.Array:
-        return segments.from_shards(codecs.decode_levels(down, levels), segment)
-
-    return CodecPrograms(jax.jit(pack), jax.jit(reduce), jax.jit(receive))
-
-
-def feedback_codec(segment: segments.Segment) -> CodecPrograms:
-    """The arithmetic of one SIGN majority step with both error feedbacks."""
-    levels, tie = codecs.LEVELS["majority"], jnp.asarray(True)
-
-    def scale(gradient: jax.Array, residual: jax.Array) -> jax.Array:
-        again, kept = lax.optimization_barrier((gradient, residual))
-        return segments.local_scale(jnp.abs(gradient + residual), jnp.abs(again + kept), scale=segment.scale)
-
-    def pack(gradient: jax.Array, residual: jax.Array) -> jax.Array:
-        positive = codecs.is_positive(gradient + residual, tie)
-        return codecs.pack_bits(segments.to_shards(positive, segment))
-
-    def keep(gradient: jax.Array, residual: jax.Array, scale: jax.Array) -> jax.Array:
-        row, col = segments.scale_factors(scale, segment)
-        corrected = gradient + residual
-        return corrected - jnp.where(codecs.is_positive(corrected, tie), row * col, -(row * col))
-
-    def reduce(words: jax.Array, scale: jax.Array, server: jax.Array) -> tuple[jax.Array, ...]:
-        row, col = segments.shard_factors(*segments.scale_factors(scale, segment), segment, jnp.int32(0))
-        counts = codecs.decode_counts(codecs.count_votes(words), segment.num_workers)
-        values = segments.shard_matrix(counts, segment) * (row * col) + segments.shard_matrix(server, segment)
-        total = jnp.sum(row * row) * jnp.sum(col * col) * (segment.cols // col.size)
-        level = jnp.sum(jnp.abs(values) * (row * col)) / total
-        positive, unit = codecs.is_positive(values, tie), level * row * col
-        down = codecs.pack_bits(segments.shard_vector(positive[None], segment))
-        server = segments.shard_vector((values - jnp.where(positive, unit, -unit))[None], segment)[0]
-        return jnp.broadcast_to(down, (segment.num_workers, *down.shape)), level, server
-
-    def receive(down: jax.Array, level: jax.Array, scale: jax.Array) -> jax.Array:
-        row, col = segments.scale_factors(scale, segment)
-        return segments.from_shards(codecs.decode_levels(down, levels), segment) * (level * row * col)
-
-    return CodecPrograms(
-        jax.jit(pack),
-        jax.jit(reduce, donate_argnums=2),
-        jax.jit(receive),
-        jax.jit(scale),
-        jax.jit(keep, donate_argnums=1),
-    )
-
-
-def code_plain(codec: CodecPrograms, values: jax.Array) -> jax.Array:
-    return codec.receive(codec.reduce(codec.pack(values)))
-
-
-def code_with_feedback(codec: CodecPrograms, gradient: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    residual, server = state
-    scale = codec.scale(gradient, residual)
-    words = codec.pack(gradient, residual)
-    residual = codec.keep(gradient, residual, scale)
-    down, level, server = codec.reduce(words, scale, server)
-    return codec.receive(down, level, scale), (residual, server)
 
 
 # =========================================================================================== control
@@ -401,7 +257,6 @@ def bench_memory(config: Config) -> dict[str, Any]:
     result = {}
     for name, profile in {"sign": Profile.static(Route.SIGN), "guided": guided_profile(10)}.items():
         compiled, *_ = compile_aggregation(profile, shapes, config.devices)
-        analysis = compiled.memory_analysis()
         tx = nf_jax.aggregate_gradients(profile, axis=AXIS, num_workers=config.devices)
         state: Any = tx.init({key: jnp.zeros(shape) for key, shape in shapes.items()})
         memory_bytes = {
@@ -411,7 +266,7 @@ def bench_memory(config: Config) -> dict[str, Any]:
         result |= {
             f"memory_{name}_residual_over_gradient": memory_bytes["residual"] / gradient_bytes,
             f"memory_{name}_server_over_gradient": memory_bytes["server_residual"] / gradient_bytes,
-            f"memory_{name}_temporaries_over_gradient": analysis.temp_size_in_bytes / gradient_bytes,
+            f"memory_{name}_temporaries_over_gradient": hlo.memory_of(compiled).temporaries / gradient_bytes,
         }
     return result
 
@@ -419,7 +274,7 @@ def bench_memory(config: Config) -> dict[str, Any]:
 # =========================================================================================== results
 
 PARTS: dict[Part, Callable[[Config], dict[str, Any]]] = {
-    "codec": bench_codec,
+    "codec": lambda config: bench_codec(config.megabytes, config.repeats),
     "control": bench_control,
     "compile": bench_compile,
     "wire": bench_wire,

@@ -1,6 +1,6 @@
 """Fine-tuning a pretrained encoder, alike with every policy: what do cheap gradients cost?
 
-    python -m experiments.finetune sst2                       # MiniLM; about 15 minutes a run on 2 cores
+    python -m experiments.finetune sst2                       # MiniLM; about 5 minutes a run on 2 cores
     python -m experiments.finetune sst2 --model distilbert    # or bert, where their folders are given
 
 `sst2`: sentences with labels 0 and 1 in GLUE's TSV format from `--data` (sst2/train.tsv and dev.tsv), a

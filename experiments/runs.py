@@ -33,7 +33,8 @@ class Task(NamedTuple):
     """What an experiment supplies.
 
     Attributes:
-      load: -> (train, test): pytrees of arrays `[n, ...]`, always the same.
+      load: -> (train, test): pytrees of NumPy arrays `[n, ...]`, always the same. It runs, as does all that
+        makes the task, before the job says how many devices there are: nothing of it may start JAX.
       init: (key, examples) -> (params, model state or None); not compiled, as pretrained weights would become
         constants of the program.
       loss_fn: as `training.LossFn`; the metrics hold the task's.

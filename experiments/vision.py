@@ -1,7 +1,7 @@
 """Image classification, trained alike with every policy: what do cheap gradients cost?
 
     python -m experiments.vision digits        # 3 policies x 3 seeds: 150 s of CPU time
-    python -m experiments.vision cifar10 --seeds 0 1 2 3 4 --resume     # CIFAR-10: about 20 minutes a run
+    python -m experiments.vision cifar10 --seeds 0 1 2 3 4 --resume     # CIFAR-10: about 8 minutes a run
     python -m experiments.vision icons100      # 100 classes of icons; cifar100 likewise
 
 `digits`: real handwritten digits (scikit-learn ships them: 1797 images of 8x8), an MLP of 0.32 M
