@@ -137,8 +137,7 @@ def run_killed(folder: Path, cache: Path, num_kills: int, seed: int) -> Kills:
         process = start(folder, cache)
         wait_for(process, lambda target=target: (checkpoint.latest_step(checkpoints) or 0) >= target)
         if number % 2:
-            wait_for(process, lambda: any(checkpoints.glob("*.partial*")), seconds=0)
-            time.sleep(rng.random() * 0.1)
+            stop_while_saving(process, checkpoints, rng.random() * 0.1)
         else:
             time.sleep(rng.random() * 0.3)
         os.kill(process.pid, signal.SIGKILL)
@@ -147,6 +146,20 @@ def run_killed(folder: Path, cache: Path, num_kills: int, seed: int) -> Kills:
         kills.at_steps.append(last_line(folder))
     assert start(folder, cache).wait() == 0
     return kills
+
+
+def stop_while_saving(process: subprocess.Popen[bytes], checkpoints: Path, delay: float) -> None:
+    """Stops the process `delay` seconds into a save; where the save was over by then, sooner in the next."""
+    while True:
+        wait_for(process, lambda: any(checkpoints.glob("*.partial*")), seconds=0)
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGSTOP)
+        _, status = os.waitpid(process.pid, os.WUNTRACED)  # only then do all its threads stand still
+        assert os.WIFSTOPPED(status), "the run ended before it was killed"
+        if any(checkpoints.glob("*.partial*")):
+            return
+        os.kill(process.pid, signal.SIGCONT)
+        delay /= 2
 
 
 def wait_for(process: subprocess.Popen[bytes], condition: Any, seconds: float = 0.001) -> None:
