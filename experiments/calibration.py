@@ -128,10 +128,12 @@ def train_once(
     """Trains, reports wherever the run is tested, and stops when told to."""
     steps: list[dict[str, Any]] = []
     with open_trace(config, program, trace) as writer:
-        for info, record in runs.train_steps(config, task, program, data, seed):
+        first = runs.first_state(program, seed)
+        for state, record in runs.train_steps(config, task, program, data, seed, first):
+            info = jax.device_get(nf_jax.step_info(state))
             if writer is not None:
                 writer.write(info, **record)
-            steps.append(record | runs.sent_bytes(program, info) | {"trips": int(np.max(info.trips))})
+            steps.append(runs.summary(program, record, info.wire_bytes, info.fp32_bytes, info.trips))
             if "test_loss" not in record:
                 continue
             sent = sum(step["wire_bytes"] for step in steps)
@@ -153,7 +155,7 @@ def train_in_shadow(config: Config, task: Task, program: Program, train: Any, se
     """Trains exactly, and writes what candidates would have done."""
     mapped, every = program.mapped, max(1, config.steps // SHADOW_LINES)
     watched = nf_jax.shadow_plan(program.profile, jax.eval_shape(program.init, 0).params, config.num_workers)
-    state = mapped.place(jax.device_get(program.init(seed)))
+    state = runs.first_state(program, seed)
     with ShadowWriter(trace, program.profile.dumps(), watched.leaves, every=every) as writer:
         for batch in runs.worker_batches(config, task, train, seed):
             state, _ = jax.block_until_ready(mapped.step(state, batch))

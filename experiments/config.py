@@ -84,7 +84,11 @@ class Config:
     trouble: Literal["none", "learning_rate", "labels"] = "none"
     """What strikes for 20 steps from the middle on: 10 times the learning rate, or shuffled labels."""
     resume: bool = False
-    """Keep the runs that an earlier, stopped job of the same config has finished in `out`."""
+    """Keep what an earlier, stopped job of the same config has left in `out`: finished runs, and of one that
+    it was in, what came before the last checkpoint."""
+    checkpoint_every: int = 0
+    """Steps from one checkpoint of a run to the next; 0: none, as with several processes, which do not
+    resume. They are deleted when the run is whole."""
     cluster: tyro.conf.OmitArgPrefixes[cluster.Cluster] = dataclasses.field(default_factory=cluster.Cluster)
     """The processes of the run."""
 
@@ -102,6 +106,8 @@ class Config:
             raise ValueError(
                 f"devices_per_host: expected a divisor of devices={self.devices}, got {self.devices_per_host}"
             )
+        if self.checkpoint_every < 0:
+            raise ValueError(f"checkpoint_every: expected 0 or more, got {self.checkpoint_every}")
         if not 0 <= self.warmup_steps < self.steps:
             raise ValueError(f"warmup_steps: expected 0 to steps - 1, got {self.warmup_steps}")
 

@@ -45,6 +45,7 @@ def sst2() -> Config:
         warmup_steps=27,
         num_evaluations=9,
         last_evaluations=3,
+        checkpoint_every=90,
     )
 
 

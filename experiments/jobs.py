@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -9,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,11 +19,12 @@ from rich import box, progress
 from rich.console import Console
 from rich.table import Table
 
-from experiments import runs
+from experiments import kept, runs
 from experiments.config import Config, Policy
+from experiments.kept import Run
 from experiments.paired import CONFIDENCE, difference
 from experiments.policies import check_files
-from experiments.runs import Run, Task
+from experiments.runs import Task
 from nf_jax import Profile, cluster
 
 
@@ -54,20 +56,18 @@ def main(
     config = tyro.extras.overridable_config_cli(choices, prog=prog, args=args)
     try:
         check_files(config)
+        kept.check_resumed(config)
         task = tasks[config.task](config)
         task = task._replace(load=functools.cache(task.load))
         task.load()
     except ValueError as error:
         sys.exit(f"error: {error}")
-    run_job(config, task)
-
-
-def remove_results(out: Path) -> None:
-    """Deletes what an earlier job wrote, so that no folder mixes two."""
-    names = ("trace.jsonl", "run.json")
-    kept = [path for policy in get_args(Policy) for name in names for path in out.glob(f"{policy}-*/{name}")]
-    for path in [out / "summary.json", out / "curves.png", *kept]:
-        path.unlink(missing_ok=True)
+    with contextlib.ExitStack() as processes:
+        try:
+            processes.enter_context(cluster.joined(config.cluster, config.devices))
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        run_here(config, task)
 
 
 def describe_run(row: dict[str, Any]) -> str:
@@ -80,27 +80,29 @@ def describe_run(row: dict[str, Any]) -> str:
 
 
 def run_job(config: Config, task: Task) -> list[dict[str, Any]]:
-    """Runs a whole job, as one process of several if the config says so; returns the rows of summary.json.
-
-    Only the first process prints and writes.
-    """
+    """Runs a whole job, as one process of several if the config says so; returns the rows of summary.json."""
     with cluster.joined(config.cluster, config.devices):
-        if not cluster.is_first():
-            done = run_policies(config, task, is_shown=False)
-            return [run.row for own in done.values() for run in own]
-        config.out.mkdir(parents=True, exist_ok=True)
-        if not config.resume:
-            remove_results(config.out)
-        done = run_policies(config, task, is_shown=True)
-        rows = [run.row for own in done.values() for run in own]
-        (config.out / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
-        plot_curves(config, done, config.out / "curves.png")
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=120)  # a file or a pipe has no edge to cut tables at
-        console.print(make_table(config, rows))
-        console.print(f"Wrote {config.out}/summary.json, curves.png and a trace.jsonl per run.")
-        return rows
+        return run_here(config, task)
+
+
+def run_here(config: Config, task: Task) -> list[dict[str, Any]]:
+    """The job, where the processes are joined; only the first prints and writes."""
+    if not cluster.is_first():
+        done = run_policies(config, task, is_shown=False)
+        return [run.row for own in done.values() for run in own]
+    config.out.mkdir(parents=True, exist_ok=True)
+    if not config.resume:
+        kept.remove(config)
+    done = run_policies(config, task, is_shown=True)
+    rows = [run.row for own in done.values() for run in own]
+    (config.out / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
+    plot_curves(config, done, config.out / "curves.png")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file or a pipe has no edge to cut tables at
+    console.print(make_table(config, rows))
+    console.print(f"Wrote {config.out}/summary.json, curves.png and a trace.jsonl per run.")
+    return rows
 
 
 def run_policies(config: Config, task: Task, is_shown: bool) -> dict[Policy, list[Run]]:

@@ -47,6 +47,7 @@ def text() -> Config:
         warmup_steps=40,
         num_evaluations=8,
         last_evaluations=3,
+        checkpoint_every=100,
     )
 
 

@@ -6,15 +6,11 @@ of it. In several processes each of them trains its own workers on its own rows 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import json
+import itertools
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +19,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nf_jax
+from experiments import kept
 from experiments.batches import Change, batches, changed, chunks
 from experiments.config import AXIS, LEVELS, Config, Policy
-from experiments.policies import PROFILES, Rule, make_optimizer, rule_of
-from nf_jax import Profile, capacity, cluster, processes, trace, training
+from experiments.kept import Run
+from experiments.policies import Rule, make_optimizer, rule_of
+from nf_jax import Profile, capacity, processes, resume, trace, training
 
 
 class Task(NamedTuple):
@@ -40,7 +38,7 @@ class Task(NamedTuple):
       loss_fn: as `training.LossFn`; the metrics hold the task's.
       test_fn: (params, model state, examples) -> {"loss": ..., metric: ...}, means over the examples.
       metric: the name of a run's result, `test_<metric>` in records; `jobs.METRICS` knows it.
-        augment: changes training examples at every step; None: nothing does.
+      augment: changes training examples at every step; None: nothing does.
       spoil: what happens to training examples where shuffled labels are the trouble.
       test_size: examples that are tested at once.
     """
@@ -157,7 +155,7 @@ def prepare(config: Config, task: Task, train: Any, make_rule: Callable[[Any], R
 
     shapes = jax.eval_shape(init, 0)
     plan = nf_jax.plan(rule.profile, shapes.params, config.num_workers, substrate=rule.substrate)
-    shared = describe_shared(config)
+    shared = "\n".join(f"{name} = {value}" for name, value in kept.shared_facts(config).items())
     processes.check_agreement(rule.profile, plan, substrate=rule.substrate, config=shared, policy=name)
     devices = jax.devices()[: config.devices]
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.model_state))
@@ -171,21 +169,11 @@ def prepare(config: Config, task: Task, train: Any, make_rule: Callable[[Any], R
     )
 
 
-def describe_shared(config: Config) -> str:
-    """All of the config that processes must share: not who each of them is, and where it lies."""
-    own = ("cluster", "profile", "out", "substrate", "data", "resume")
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in own}
-    return "\n".join(f"{name} = {value}" for name, value in values.items())
-
-
 # ============================================================================================ runs
 
 
-class Run(NamedTuple):
-    """What one run left: its row of summary.json, and a record per step."""
-
-    row: dict[str, Any]
-    steps: list[dict[str, Any]]
+MEASURED = ("step_seconds", "train_loss")
+"""What every step measures; where it is tested, `test_...` too."""
 
 
 def run_policy(config: Config, task: Task, policy: Policy, tick: Callable[[str], None]) -> Iterator[Run]:
@@ -195,12 +183,12 @@ def run_policy(config: Config, task: Task, policy: Policy, tick: Callable[[str],
     make = functools.cache(lambda: prepare(config, task, data[0], make_rule, policy))
     for seed in config.seeds:
         header = {"policy": policy, "seed": seed, "num_workers": config.devices}
-        if (run := finished_run(config, header)) is not None:
+        if (run := kept.finished(config, header)) is not None:
             for _ in run.steps:
                 tick(f"{policy}, seed {seed}: finished earlier")
         else:
             run = train_run(config, task, make(), data, header, tick)
-            keep_run(config, run)
+            kept.keep(config, run)
         yield run
 
 
@@ -212,36 +200,45 @@ def train_run(
     header: dict[str, Any],
     tick: Callable[[str], None],
 ) -> Run:
-    """Trains once, and writes the trace."""
-    steps: list[dict[str, Any]] = []
-    with open_trace(config, program, header) as writer:
-        for info, record in train_steps(config, task, program, data, header["seed"]):
-            if writer is not None:
-                writer.write(info, **record)
-            steps.append(record | sent_bytes(program, info) | {"trips": int(np.max(info.trips))})
+    """Trains once, from where an earlier job's last checkpoint is if there is one; writes the trace."""
+    with open_run(config, program, header) as run:
+        steps = earlier_steps(config, program, header, run.step)
+        for _ in steps:
+            tick(f"{header['policy']}, seed {header['seed']}: trained earlier")
+        for state, record in train_steps(config, task, program, data, header["seed"], run.state, run.step):
+            info = run.record(state, **record)
+            steps.append(summary(program, record, info.wire_bytes, info.fp32_bytes, info.trips))
             tick(f"{header['policy']}, seed {header['seed']}: loss {record['train_loss']:.3f}")
     return Run(make_row(config, task, header, steps), steps)
 
 
+def first_state(program: Program, seed: int) -> Any:
+    """The state before the first step, placed."""
+    return program.mapped.place(
+        jax.device_get(program.init(seed))
+    )  # NumPy: copies are made without compiling
+
+
 def train_steps(
-    config: Config, task: Task, program: Program, data: tuple[Any, Any], seed: int
-) -> Iterator[tuple[nf_jax.StepInfo, dict[str, float]]]:
-    """Trains; yields what each step did and measured, with the test's numbers where it was due."""
+    config: Config, task: Task, program: Program, data: tuple[Any, Any], seed: int, state: Any, start: int = 0
+) -> Iterator[tuple[Any, dict[str, float]]]:
+    """Trains from step `start` on; yields the state after each step and what that measured, with the test's
+    numbers where it was due."""
     train, test = data
     mapped = program.mapped
     due = {config.steps * (i + 1) // config.num_evaluations for i in range(config.num_evaluations)}
-    state = mapped.place(jax.device_get(program.init(seed)))  # NumPy: copies are made without compiling
-    for number, batch in enumerate(worker_batches(config, task, train, seed), start=1):
-        start = time.perf_counter()
+    left = itertools.islice(worker_batches(config, task, train, seed), start, None)
+    for number, batch in enumerate(left, start=start + 1):
+        begin = time.perf_counter()
         state, metrics = jax.block_until_ready(mapped.step(state, batch))
         record = {
-            "step_seconds": time.perf_counter() - start,
+            "step_seconds": time.perf_counter() - begin,
             "train_loss": float(mapped.local(metrics["loss"])),
         }
         if number in due:
             params, model_state = jax.tree.map(mapped.local, (state.params, state.model_state))
             record |= test_scores(task, program.evaluate, params, model_state, test)
-        yield jax.device_get(nf_jax.step_info(state.opt_state)), record
+        yield state, record
 
 
 def worker_batches(config: Config, task: Task, train: Any, seed: int) -> Iterator[Any]:
@@ -267,21 +264,39 @@ def test_scores(
     }
 
 
-def sent_bytes(program: Program, info: nf_jax.StepInfo) -> dict[str, int]:
+def summary(
+    program: Program, record: dict[str, Any], wire_bytes: int, fp32_bytes: int, trips: Any
+) -> dict[str, Any]:
+    """A step as a run's results are made of it: with the bytes of batch-norm statistics, and most trips."""
     extra = program.model_state_bytes
-    return {"wire_bytes": info.wire_bytes + extra, "fp32_bytes": info.fp32_bytes + extra}
+    sent = {"wire_bytes": wire_bytes + extra, "fp32_bytes": fp32_bytes + extra}
+    return record | sent | {"trips": int(np.max(trips))}
 
 
-def open_trace(
-    config: Config, program: Program, header: dict[str, Any]
-) -> contextlib.AbstractContextManager[trace.TraceWriter | None]:
-    """The trace of a run; None where another process writes it."""
-    if not cluster.is_first():
-        return contextlib.nullcontext()
-    folder = run_folder(config, header)
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = header | {"backend": jax.default_backend(), "num_workers": config.num_workers}
-    return trace.TraceWriter(folder / "trace.jsonl", program.profile.dumps(), program.plan.lanes, **facts)
+def open_run(config: Config, program: Program, header: dict[str, Any]) -> resume.Run:
+    """A run's trace, and its checkpoints where it is to have some."""
+    is_saved = config.checkpoint_every > 0 and not config.cluster.is_distributed
+    facts: dict[str, Any] = header | {"backend": jax.default_backend(), "num_workers": config.num_workers}
+    facts |= kept.run_facts(config, header["policy"])
+    return resume.Run(
+        kept.run_folder(config, header),
+        first_state(program, header["seed"]),
+        program.profile,
+        program.plan,
+        every_steps=config.checkpoint_every if is_saved else config.steps + 1,
+        **facts,
+    )
+
+
+def earlier_steps(
+    config: Config, program: Program, header: dict[str, Any], num_steps: int
+) -> list[dict[str, Any]]:
+    """What the steps before a checkpoint left, from the trace."""
+    if num_steps == 0:
+        return []
+    steps = trace.read_trace(kept.run_folder(config, header) / "trace.jsonl").steps
+    measured = lambda step: {name: step[name] for name in step if name in MEASURED or "test_" in name}  # noqa: E731
+    return [summary(program, measured(s), s["wire_bytes"], s["fp32_bytes"], s["trips"]) for s in steps]
 
 
 def make_row(
@@ -304,43 +319,3 @@ def make_row(
         "trips": steps[-1]["trips"],
         "step_seconds_median": statistics.median(step["step_seconds"] for step in steps),
     }
-
-
-# ==================================================================================== finished runs
-
-
-def run_folder(config: Config, header: dict[str, Any]) -> Path:
-    return config.out / f"{header['policy']}-{header['seed']}"
-
-
-def keep_run(config: Config, run: Run) -> None:
-    """Writes what `--resume` reads; under its name only when it is whole."""
-    if not cluster.is_first():
-        return
-    path = run_folder(config, run.row) / "run.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"config": describe_run(config, run.row["policy"]), **run._asdict()}))
-    partial.replace(path)
-
-
-def finished_run(config: Config, header: dict[str, Any]) -> Run | None:
-    """A run that an earlier job has finished, where it is to be kept."""
-    path = run_folder(config, header) / "run.json"
-    if not config.resume or not path.exists():
-        return None
-    kept = json.loads(path.read_text())
-    if kept["config"] != describe_run(config, header["policy"]):
-        raise ValueError(
-            f"resume: expected {path} to be a run of this config, got one of another:\n{kept['config']}\n"
-            "Choose another --out, or start anew without --resume."
-        )
-    return Run(kept["row"], kept["steps"])
-
-
-def describe_run(config: Config, policy: Policy) -> str:
-    """All of the config that a single run depends on."""
-    lines = describe_shared(config).splitlines()
-    kept = [line for line in lines if not line.startswith(("policies ", "seeds ", "parallel "))]
-    if policy in PROFILES:
-        kept.append(f"profile = {zlib.crc32(PROFILES[policy](config).dumps().encode()):08x}")
-    return "\n".join(kept)

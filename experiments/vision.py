@@ -91,6 +91,7 @@ def images(task: str, steps: int, profile: str | None = None) -> Config:
         weight_decay=5e-4,
         num_evaluations=12,
         last_evaluations=3,
+        checkpoint_every=100,
     )
 
 

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import nf_jax
-from experiments import batches, jobs, runs, vision
+from experiments import batches, jobs, kept, runs, vision
 from experiments.config import AXIS, Config, Policy
 from experiments.data import SETS, Images
 from experiments.policies import check_files, learning_rates, make_optimizer, rule_of
 from experiments.runs import Task
+from nf_jax import trace
 
 jax.devices()  # the suite's eight, before a job asks for fewer
 
@@ -152,15 +153,72 @@ def test_a_resumed_job_keeps_its_finished_runs_and_trains_the_others(tmp_path):
     (first,) = runs.run_policy(config, toy_task(traced), "fp32", ignore)
     again = dataclasses.replace(config, resume=True, seeds=(0, 1))
     before, ticks = traced[0], []
-    kept, new = runs.run_policy(again, toy_task(traced), "fp32", ticks.append)
-    assert kept == first and new.row["seed"] == 1
+    old, new = runs.run_policy(again, toy_task(traced), "fp32", ticks.append)
+    assert old == first and new.row["seed"] == 1
     assert traced[0] > before  # only for the second seed
     assert len(ticks) == 6
     other = dataclasses.replace(again, learning_rate=0.5)
-    with pytest.raises(ValueError, match=r"resume: expected .* of this config"):
+    with pytest.raises(ValueError, match=r"resume: expected .* of this config.*\n  learning_rate"):
         list(runs.run_policy(other, toy_task(traced), "fp32", ignore))
     path = tmp_path / "fp32-0" / "run.json"
     assert json.loads(path.read_text())["row"] == first.row
+
+
+class Killed(Exception):
+    """Stands for whatever ends a job in the middle of a run."""
+
+
+@pytest.mark.parametrize("policy", ["guided", "powersgd2", "dgc", "accordion"])
+def test_a_job_that_ended_inside_a_run_goes_on_from_its_checkpoint(tmp_path, policy):
+    """The result is that of the run that nothing ended; only what follows the checkpoint is trained again."""
+    profile = nf_jax.Profile.static(nf_jax.Route.SIGN)
+    profile.save(tmp_path / "signs.toml")
+    config = dataclasses.replace(
+        vision.digits(), steps=8, devices=2, num_evaluations=4, seeds=(1,), checkpoint_every=3
+    )
+    config = dataclasses.replace(config, profile=tmp_path / "signs.toml", policies=(policy,))
+    whole, ended = (dataclasses.replace(config, out=tmp_path / name) for name in ("whole", "ended"))
+    task = toy_task([0])
+    (expected,) = runs.run_policy(whole, task, policy, ignore)
+    ticks: list[str] = []
+
+    def kill(text: str) -> None:
+        ticks.append(text)
+        if len(ticks) == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        list(runs.run_policy(ended, task, policy, kill))
+    again = dataclasses.replace(ended, resume=True)
+    kept.check_resumed(again)
+    ticks.clear()
+    (run,) = runs.run_policy(again, task, policy, ticks.append)
+    assert [text.endswith("trained earlier") for text in ticks] == [True] * 3 + [False] * 5
+    assert untimed(run.steps) == untimed(expected.steps)
+    assert untimed([run.row]) == untimed([expected.row])
+    traces = [trace.read_trace(out / f"{policy}-1" / "trace.jsonl").steps for out in (whole.out, ended.out)]
+    assert untimed(traces[0]) == untimed(traces[1])
+    assert not any(path.exists() for path in tmp_path.glob("*/*/checkpoints"))
+    other = dataclasses.replace(again, weight_decay=0.5)
+    with pytest.raises(ValueError, match=r"of this config.*\n  weight_decay: there 0.0001, here 0.5"):
+        kept.check_resumed(other)
+
+
+def test_an_unfinished_run_of_another_config_is_refused_before_anything_is_trained(tmp_path):
+    config = dataclasses.replace(vision.digits(), steps=3, devices=2, seeds=(0,), out=tmp_path)
+
+    def kill(text: str) -> None:
+        raise Killed(text)
+
+    with pytest.raises(Killed):
+        list(runs.run_policy(config, toy_task([0]), "fp32", kill))
+    kept.check_resumed(dataclasses.replace(config, resume=True))
+    with pytest.raises(ValueError, match=r"learning_rate: there .*, here 0.5"):
+        kept.check_resumed(dataclasses.replace(config, resume=True, learning_rate=0.5))
+
+
+def untimed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: step[name] for name in step if "seconds" not in name} for step in steps]
 
 
 def test_several_processes_do_not_resume():

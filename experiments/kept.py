@@ -1,0 +1,98 @@
+"""What a job leaves in its folder, per run, and what a later one may keep of it.
+
+<policy>-<seed>/trace.jsonl    every step; nf_jax.resume
+<policy>-<seed>/checkpoints    while the run is not whole
+<policy>-<seed>/run.json       when it is
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from experiments.config import Config, Policy
+from experiments.policies import PROFILES
+from nf_jax import cluster, trace
+
+
+class Run(NamedTuple):
+    """What one run left: its row of summary.json, and a record per step."""
+
+    row: dict[str, Any]
+    steps: list[dict[str, Any]]
+
+
+def shared_facts(config: Config) -> dict[str, str]:
+    """All of the config that processes must share: not who each of them is, and where it lies."""
+    own = ("cluster", "profile", "out", "substrate", "data", "resume", "checkpoint_every")
+    return {f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in own}
+
+
+def run_facts(config: Config, policy: Policy) -> dict[str, str]:
+    """All of the config that a single run depends on."""
+    facts = {n: v for n, v in shared_facts(config).items() if n not in ("policies", "seeds")}
+    if policy in PROFILES:
+        facts["profile_crc32"] = f"{zlib.crc32(PROFILES[policy](config).dumps().encode()):08x}"
+    return facts
+
+
+def run_folder(config: Config, header: dict[str, Any]) -> Path:
+    return config.out / f"{header['policy']}-{header['seed']}"
+
+
+def keep(config: Config, run: Run) -> None:
+    """Writes what `--resume` reads, under its name only when it is whole; its checkpoints are done with."""
+    if not cluster.is_first():
+        return
+    path = run_folder(config, run.row) / "run.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"config": run_facts(config, run.row["policy"]), **run._asdict()}))
+    partial.replace(path)
+    shutil.rmtree(path.parent / "checkpoints", ignore_errors=True)
+
+
+def remove(config: Config) -> None:
+    """Deletes all that earlier jobs left in `out`, so that no folder mixes two."""
+    for name in ("summary.json", "curves.png"):
+        (config.out / name).unlink(missing_ok=True)
+    for policy in get_args(Policy):
+        for folder in config.out.glob(f"{policy}-*"):
+            for name in ("trace.jsonl", "run.json"):
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def finished(config: Config, header: dict[str, Any]) -> Run | None:
+    """A run that an earlier job has finished, where it is to be kept."""
+    path = run_folder(config, header) / "run.json"
+    if not config.resume or not path.exists():
+        return None
+    kept = json.loads(path.read_text())
+    check_kept(path, kept["config"], run_facts(config, header["policy"]))
+    return Run(kept["row"], kept["steps"])
+
+
+def check_resumed(config: Config) -> None:
+    """Raises ValueError unless all runs that are to be kept, whole or not, are of this config."""
+    for policy, seed in itertools.product(config.policies, config.seeds) if config.resume else ():
+        header = {"policy": policy, "seed": seed}
+        path = run_folder(config, header) / "trace.jsonl"
+        if finished(config, header) is None and path.exists() and path.stat().st_size:
+            with trace.open_trace(path) as stream:
+                check_kept(path, trace.read_head(stream, path)[0], run_facts(config, policy))
+
+
+def check_kept(path: Path, there: Mapping[str, Any], here: Mapping[str, str]) -> None:
+    wrong = [name for name in here if there.get(name) != here[name]]
+    if wrong:
+        lines = "".join(f"\n  {name}: there {there.get(name)}, here {here[name]}" for name in wrong)
+        raise ValueError(
+            f"resume: expected {path} to be of a run of this config, got one of another:{lines}\n"
+            "Choose another --out, or start anew without --resume."
+        )
