@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
 
 import jax
 import tyro
@@ -41,7 +41,7 @@ class Inspect:
     substrate: Path | None = None
     """What `nf-jax probe` wrote: adds predicted times, and keeps in FP32 what does not pay."""
     params: str | None = None
-    """MODULE:FUNCTION that returns the parameters or their shapes; default: the profile's own model."""
+    """MODULE:FUNCTION that returns the parameters or their shapes; without it, the profile's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +127,15 @@ class Replay:
 
 def main() -> None:
     """Entry point of `nf-jax`; exits with 1 on a user error, with one line that says what to do."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        {name: command for name, (command, _) in COMMANDS.items()},
+    choices = tuple(
+        Annotated[kind, tyro.conf.subcommand(name, prefix_name=False, description=_summary(name, kind))]
+        for name, (kind, _) in COMMANDS.items()
+    )
+    any_command: Any = Union[choices]  # noqa: UP007 made of what is in the table
+    command = tyro.cli(
+        any_command,
         prog="nf-jax",
-        description="Looks at profiles, workers and runs.",
+        description="Looks at profiles, workers and runs. `nf-jax COMMAND --help` tells more.",
     )
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -140,6 +145,11 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"nf-jax: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _summary(name: str, kind: type) -> str | None:
+    """A command's first sentence, for the list of all; None (all of its text) where it is asked for."""
+    return None if name in sys.argv[1:2] else (kind.__doc__ or "").split("\n\n")[0].replace("\n", " ")
 
 
 def inspect(command: Inspect, console: Console) -> None:

@@ -248,3 +248,14 @@ def test_a_shadow_that_cannot_be_judged_is_one_line(args, said, profile, tmp_pat
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, *(arg.format(folder=tmp_path, profile=profile) for arg in args))
     assert stopped.value.code == 1 and said in capsys.readouterr().err
+
+
+def test_help_lists_a_sentence_each_and_a_command_tells_all(monkeypatch, capsys):
+    def help_of(*args: str) -> str:
+        monkeypatch.setattr("sys.argv", ["nf-jax", *args, "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            cli.main()
+        return capsys.readouterr().out
+
+    assert "calibrate" in help_of() and "def measure" not in help_of()
+    assert "def measure" in help_of("calibrate")
