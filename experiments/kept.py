@@ -12,7 +12,6 @@ import itertools
 import json
 import shutil
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -52,7 +51,7 @@ def keep(config: Config, run: Run) -> None:
         return
     path = run_folder(config, run.row) / "run.json"
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"config": run_facts(config, run.row["policy"]), **run._asdict()}))
+    partial.write_text(json.dumps(run._asdict()))
     partial.replace(path)
     shutil.rmtree(path.parent / "checkpoints", ignore_errors=True)
 
@@ -73,24 +72,26 @@ def finished(config: Config, header: dict[str, Any]) -> Run | None:
     path = run_folder(config, header) / "run.json"
     if not config.resume or not path.exists():
         return None
-    kept = json.loads(path.read_text())
-    check_kept(path, kept["config"], run_facts(config, header["policy"]))
-    return Run(kept["row"], kept["steps"])
+    check_run(config, header)
+    return Run(**json.loads(path.read_text()))
 
 
 def check_resumed(config: Config) -> None:
     """Raises ValueError unless all runs that are to be kept, whole or not, are of this config."""
-    for policy, seed in itertools.product(config.policies, config.seeds) if config.resume else ():
-        header = {"policy": policy, "seed": seed}
-        path = run_folder(config, header) / "trace.jsonl"
-        if finished(config, header) is None and path.exists() and path.stat().st_size:
-            with trace.open_trace(path) as stream:
-                check_kept(path, trace.read_head(stream, path)[0], run_facts(config, policy))
+    if config.resume:
+        for policy, seed in itertools.product(config.policies, config.seeds):
+            check_run(config, {"policy": policy, "seed": seed})
 
 
-def check_kept(path: Path, there: Mapping[str, Any], here: Mapping[str, str]) -> None:
-    wrong = [name for name in here if there.get(name) != here[name]]
-    if wrong:
+def check_run(config: Config, header: dict[str, Any]) -> None:
+    """Raises ValueError if there is a trace of a run of another config; its header tells."""
+    path = run_folder(config, header) / "trace.jsonl"
+    if not path.exists():
+        return
+    with trace.open_trace(path) as stream:
+        there, _ = trace.read_head(stream, path)
+    here = run_facts(config, header["policy"])
+    if wrong := [name for name in here if there.get(name) != here[name]]:
         lines = "".join(f"\n  {name}: there {there.get(name)}, here {here[name]}" for name in wrong)
         raise ValueError(
             f"resume: expected {path} to be of a run of this config, got one of another:{lines}\n"

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nf_jax
 from experiments import kept
 from experiments.batches import Change, batches, changed, chunks
-from experiments.config import AXIS, LEVELS, Config, Policy
+from experiments.config import Config, Policy
 from experiments.kept import Run
+from experiments.mapping import MAPPINGS, Mapped, own_rows
 from experiments.policies import Rule, make_optimizer, rule_of
 from nf_jax import Profile, capacity, processes, resume, trace, training
 
@@ -52,64 +52,6 @@ class Task(NamedTuple):
     spoil: Change | None = None
     test_size: int = 1000
 
-
-# ========================================================================================= mapping
-
-
-class Mapped(NamedTuple):
-    """One step on all workers, under pmap or shard_map.
-
-    Attributes:
-      step: (state, batch) -> (state, metrics); the batch `[own workers, n, ...]` of this process.
-      place: one worker's fresh state -> the state of all.
-      local: one leaf as the first worker of this process has it.
-    """
-
-    step: training.Step
-    place: Callable[[Any], Any]
-    local: Callable[[jax.Array], jax.Array]
-
-
-def own_rows(devices: Sequence[Any]) -> list[int]:
-    """The workers that live in this process."""
-    return [row for row, device in enumerate(devices) if device.process_index == jax.process_index()]
-
-
-def map_with_pmap(
-    devices: Sequence[Any], loss_fn: training.LossFn, state: Any, devices_per_host: int = 1
-) -> Mapped:
-    """`replicate` is told the axis: under its own name for it, the second step compiles anew."""
-    del state, devices_per_host
-    own = [devices[row] for row in own_rows(devices)]
-    return Mapped(
-        step=training.pmap_step(loss_fn, axis=AXIS, devices=devices),
-        place=lambda fresh: training.replicate(fresh, own, axis=AXIS),
-        local=lambda leaf: leaf.addressable_data(0)[0],
-    )
-
-
-def map_with_shard_map(
-    devices: Sequence[Any], loss_fn: training.LossFn, state: Any, devices_per_host: int = 1
-) -> Mapped:
-    if devices_per_host == 1:
-        mesh, axis = Mesh(np.asarray(devices), (AXIS,)), AXIS
-    else:
-        mesh, axis = Mesh(np.asarray(devices).reshape(-1, devices_per_host), LEVELS), LEVELS
-    mapped = training.shard_map_step(loss_fn, mesh, state, axis=axis)
-    split = NamedSharding(mesh, PartitionSpec(axis))
-
-    def spread(leaf: np.ndarray) -> jax.Array:
-        own = leaf.reshape(-1, *leaf.shape[2:])
-        return jax.make_array_from_process_local_data(split, own)
-
-    return Mapped(
-        step=lambda state, batch: mapped(state, jax.tree.map(spread, batch)),
-        place=lambda fresh: training.place(fresh, mesh, axis),
-        local=lambda leaf: leaf.addressable_data(0),
-    )
-
-
-MAPPINGS = {"pmap": map_with_pmap, "shard_map": map_with_shard_map}
 
 # ========================================================================================= program
 

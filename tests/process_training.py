@@ -21,7 +21,7 @@ import optax
 import substrates
 
 import nf_jax
-from experiments import config, runs
+from experiments import config, mapping
 from nf_jax import checkpoint, cluster, processes, training
 from nf_jax.profile import CapacityLimits, Codec, HealthLimits, Phase, Profile, Region, Route
 from nf_jax.state import find_states
@@ -75,7 +75,7 @@ def train(num_workers: int, mode: str, folder: Path | None = None) -> dict[str, 
       folder: save there in the middle, and afterwards go on from that once more, as run "restored".
     """
     devices, init = jax.devices()[:num_workers], make_init(num_workers)
-    mapped = runs.MAPPINGS[mode](devices, loss_fn, jax.eval_shape(init))
+    mapped = mapping.MAPPINGS[mode](devices, loss_fn, jax.eval_shape(init))
     rng = np.random.default_rng(0)
     gradients = {
         name: rng.normal(size=(NUM_STEPS, num_workers, 1, *SHAPE)).astype(np.float32) for name in ROUTES
@@ -84,7 +84,7 @@ def train(num_workers: int, mode: str, folder: Path | None = None) -> dict[str, 
 
     def go_on(run: str, state: Any, indices: Sequence[int]) -> Any:
         for index in indices:
-            batch = {name: values[index][runs.own_rows(devices)] for name, values in gradients.items()}
+            batch = {name: values[index][mapping.own_rows(devices)] for name, values in gradients.items()}
             state, metrics = mapped.step(state, batch)
             ((_, aggregate),) = find_states(state.opt_state)
             leaves = {"params": state.params, "loss": metrics["loss"], "memory": aggregate.memory}

@@ -217,6 +217,19 @@ def test_an_unfinished_run_of_another_config_is_refused_before_anything_is_train
         kept.check_resumed(dataclasses.replace(config, resume=True, learning_rate=0.5))
 
 
+def test_every_process_forgets_what_an_earlier_job_left_on_its_disk(tmp_path, monkeypatch):
+    """Or one of them would go on from an old checkpoint while the others begin."""
+    config = dataclasses.replace(vision.digits(), out=tmp_path)
+    old = tmp_path / "guided-0" / "checkpoints" / "300"
+    old.mkdir(parents=True)
+    monkeypatch.setattr("nf_jax.cluster.is_first", lambda: False)
+    monkeypatch.setattr(jobs, "run_policies", lambda *args, **kwargs: {})
+    jobs.run_here(dataclasses.replace(config, resume=True), toy_task([0]))
+    assert old.exists()
+    jobs.run_here(config, toy_task([0]))
+    assert not old.exists()
+
+
 def untimed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: step[name] for name in step if "seconds" not in name} for step in steps]
 
