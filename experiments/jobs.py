@@ -93,6 +93,8 @@ def run_here(config: Config, task: Task) -> list[dict[str, Any]]:
         done = run_policies(config, task, is_shown=False)
         return [run.row for own in done.values() for run in own]
     config.out.mkdir(parents=True, exist_ok=True)
+    if config.resume:
+        print(kept.describe_resumed(config))
     done = run_policies(config, task, is_shown=True)
     rows = [run.row for own in done.values() for run in own]
     (config.out / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_args
 
 from experiments.config import Config, Policy
 from experiments.policies import PROFILES
-from nf_jax import cluster, trace
+from nf_jax import checkpoint, cluster, trace
 
 
 class Run(NamedTuple):
@@ -81,6 +81,18 @@ def check_resumed(config: Config) -> None:
     if config.resume:
         for policy, seed in itertools.product(config.policies, config.seeds):
             check_run(config, {"policy": policy, "seed": seed})
+
+
+def describe_resumed(config: Config) -> str:
+    """What a job goes on with, for people: of the runs that it is asked for."""
+    parts = []
+    for policy, seed in itertools.product(config.policies, config.seeds):
+        folder = run_folder(config, {"policy": policy, "seed": seed})
+        if (folder / "run.json").exists():
+            parts.append(f"{policy}, seed {seed}: finished earlier")
+        elif (step := checkpoint.latest_step(folder / "checkpoints")) is not None:
+            parts.append(f"{policy}, seed {seed}: goes on after step {step}")
+    return "\n".join(parts) or f"Nothing to resume in {config.out}: every run starts anew."
 
 
 def check_run(config: Config, header: dict[str, Any]) -> None:

@@ -191,9 +191,11 @@ def test_a_job_that_ended_inside_a_run_goes_on_from_its_checkpoint(tmp_path, pol
         list(runs.run_policy(ended, task, policy, kill))
     again = dataclasses.replace(ended, resume=True)
     kept.check_resumed(again)
+    assert kept.describe_resumed(again) == f"{policy}, seed 1: goes on after step 3"
     ticks.clear()
     (run,) = runs.run_policy(again, task, policy, ticks.append)
     assert [text.endswith("trained earlier") for text in ticks] == [True] * 3 + [False] * 5
+    assert kept.describe_resumed(again) == f"{policy}, seed 1: finished earlier"
     assert untimed(run.steps) == untimed(expected.steps)
     assert untimed([run.row]) == untimed([expected.row])
     traces = [trace.read_trace(out / f"{policy}-1" / "trace.jsonl").steps for out in (whole.out, ended.out)]
@@ -213,6 +215,7 @@ def test_an_unfinished_run_of_another_config_is_refused_before_anything_is_train
     with pytest.raises(Killed):
         list(runs.run_policy(config, toy_task([0]), "fp32", kill))
     kept.check_resumed(dataclasses.replace(config, resume=True))
+    assert "starts anew" in kept.describe_resumed(config)
     with pytest.raises(ValueError, match=r"learning_rate: there .*, here 0.5"):
         kept.check_resumed(dataclasses.replace(config, resume=True, learning_rate=0.5))
 
