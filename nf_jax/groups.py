@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ class Given(NamedTuple):
 
     Attributes:
       gradients: local gradients, stacks in the leaves' own dtype; differ between workers.
-      residuals: what the worker has not sent yet, f32 stacks; None without error feedback.
+      residuals: what the worker has not sent yet, stacks in f32 or bf16; None without error feedback.
       server: what the worker as reducer has not sent yet, a `f32[k, shard_size]` per stack; None likewise.
       seed: `uint32[]`, the same on all workers, another at every step.
       ok: `bool[]`, the same on all workers; where False, residuals stay as they are.
@@ -148,33 +148,42 @@ def in_runs(group: Group, stacks: Sequence[Array]) -> list[Array]:
     ]
 
 
-def wide_gradients(given: Given) -> list[Array]:
-    """The local gradients in f32, stacks."""
-    return [gradient.astype(jnp.float32) for gradient in given.gradients]
+def wide_gradients(given: Given, reader: int = 0) -> list[Array]:
+    """The local gradients in f32, stacks, widened anew for each `reader` (see `add_residuals`)."""
+    return [_widen(gradient) for gradient in _read_by(reader, list(given.gradients))]
 
 
-def add_residuals(stacks: Sequence[Array], given: Given, reader: int = 0) -> list[Array]:
-    """Gradient + residual, in stacks, added anew for each `reader`.
+def add_residuals(given: Given, reader: int = 0) -> list[Array]:
+    """Gradient + residual in f32, stacks, widened and added anew for each `reader`.
 
-    XLA adds while it reads, and a sum that several share is written out, as large as the gradient. Behind
-    barriers, of another number for each reader, it does not find out that the sums are equal.
+    XLA does both while it reads; what several share, and all that stands before a barrier, is written out:
+    as large as the gradient, of small dtypes larger, and kept from its first reader to its last. Behind
+    barriers, of another number for each reader, XLA does not find out that two readers ask for the same.
     """
     if given.residuals is None:
-        return list(stacks)
-    operands = list(stacks), list(given.residuals)
+        return wide_gradients(given, reader)
+    gradients, residuals = _read_by(reader, (list(given.gradients), list(given.residuals)))
+    return [_widen(one) + _widen(other) for one, other in zip(gradients, residuals, strict=True)]
+
+
+def _read_by(reader: int, operands: Any) -> Any:
     for _ in range(reader):
         operands = lax.optimization_barrier(operands)
-    return [stack + residual for stack, residual in zip(*operands, strict=True)]
+    return operands
+
+
+def _widen(stack: Array) -> Array:
+    return stack.astype(jnp.float32)
 
 
 def new_residuals(
     group: Group, given: Given, corrected: Sequence[Array], sent: Sequence[Array]
 ) -> tuple[list[Array] | None, Array]:
-    """New residuals, and their squared norm per lane (this worker's)."""
+    """New residuals in f32, and their squared norm per lane (this worker's)."""
     if given.residuals is None:
         return None, jnp.zeros((len(group.lanes),), jnp.float32)
     residuals = [
-        keep_unless(given.ok, old, c - part)
+        keep_unless(given.ok, _widen(old), c - part)
         for old, c, part in zip(given.residuals, corrected, sent, strict=True)
     ]
     return residuals, sum_by_lane(

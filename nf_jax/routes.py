@@ -56,9 +56,10 @@ def settle_fp32(group: Group, given: Given, axis: collectives.Where) -> tuple[li
     Returns:
       The means, stacks in runs, and what this worker sent, stacks.
     """
-    local = wide_gradients(given)
-    if group.codec.on_fallback == "drain":
-        local = add_residuals(local, given)
+    if group.codec.on_fallback == "drop":
+        local = wide_gradients(given)
+    else:
+        local = add_residuals(given)
         if given.server is not None:
             owed = _owed(group, given.server, axis)
             local = [stack + part for stack, part in zip(local, owed, strict=True)]
@@ -87,7 +88,7 @@ def _owed(group: Group, server: Sequence[Array], axis: collectives.Where) -> lis
 
 def send_bf16(group: Group, given: Given, axis: collectives.Where) -> Sent:
     """Two bytes an element both ways, summed in f32; both roundings have their residual."""
-    corrected = add_residuals(wide_gradients(given), given)
+    corrected = add_residuals(given)
     words = [codecs.to_bf16_words(stack) for stack in corrected]
     sent = [codecs.from_bf16_words(stack) for stack in words]
     received = collectives.exchange(cut_shards(group, words), axis)

@@ -146,8 +146,7 @@ def _send_by(
 
 
 def _send(route: Route, group: Group, given: Given, axis: collectives.Where, carry: _Carry) -> _Carry:
-    wide = [stack.astype(jnp.float32) for stack in carry.residuals] or None
-    sent = ROUTES[route].send(group, given._replace(residuals=wide, server=carry.server or None), axis)
+    sent = ROUTES[route].send(group, _remembering(given, carry), axis)
     return carry._replace(
         residuals=[
             collectives.varying(new.astype(old.dtype), axis)
@@ -159,6 +158,10 @@ def _send(route: Route, group: Group, given: Given, axis: collectives.Where, car
         residual_ratio=collectives.vary_like(sent.residual_ratio, carry.residual_ratio),
         sent=[collectives.varying(stack, axis) for stack in sent.values] if carry.sent else [],
     )
+
+
+def _remembering(given: Given, carry: _Carry) -> Given:
+    return given._replace(residuals=carry.residuals or None, server=carry.server or None)
 
 
 def _receive(
@@ -184,9 +187,7 @@ def _receive(
         return lambda: (narrowed(receive(group, carry.payloads[r])), carry.sent, jnp.asarray(False))
 
     def settle() -> Any:
-        # Widened here, not before the branches: what these are given is written out at every step.
-        wide = [stack.astype(jnp.float32) for stack in carry.residuals] or None
-        means, local = settle_fp32(group, given._replace(residuals=wide, server=carry.server or None), axis)
+        means, local = settle_fp32(group, _remembering(given, carry), axis)
         local = [collectives.varying(stack, axis) for stack in local] if keep_sent else []
         return narrowed(means), local, jnp.asarray(True)
 

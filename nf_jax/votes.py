@@ -42,18 +42,17 @@ def send_votes(group: Group, given: Given, axis: collectives.Where, *, gated: bo
 
     Gated, an element below `gate` times the scale counts as zero.
     """
-    gradients = wide_gradients(given)
-    agreed, mean_squared = _agree_on_scales(group, given, gradients, axis)
+    agreed, mean_squared = _agree_on_scales(group, given, axis)
     factors = _factors(group, agreed, gated)
     tie = (given.seed & jnp.uint32(1)) != 0
     bits = [
         _vote_bits(stack, row * col, group.codec, tie, gated)
-        for stack, (row, col) in zip(add_residuals(gradients, given, reader=2), factors, strict=True)
+        for stack, (row, col) in zip(add_residuals(given, reader=3), factors, strict=True)
     ]
     words = jnp.stack([codecs.pack_bits(cut_shards(group, plane)) for plane in zip(*bits, strict=True)], 1)
     # Decided anew from the sum, which takes less than decoding the words.
     given = given._replace(ok=_after(words, given.ok))
-    corrected = add_residuals(gradients, given, reader=3)
+    corrected = add_residuals(given, reader=4)
     sent = [
         _votes(_vote_bits(stack, row * col, group.codec, tie, gated)) * (row * col)
         for stack, (row, col) in zip(corrected, factors, strict=True)
@@ -117,16 +116,16 @@ def payload_shapes(group: Group, num_workers: int, *, gated: bool) -> tuple[jax.
     )
 
 
-def _agree_on_scales(
-    group: Group, given: Given, gradients: Sequence[Array], axis: collectives.Where
-) -> tuple[Array, Array]:
+def _agree_on_scales(group: Group, given: Given, axis: collectives.Where) -> tuple[Array, Array]:
     """All scales in one vector, and an estimate of each lane's squared mean gradient norm, `f32[lanes]`."""
-    by_row, by_col = add_residuals(gradients, given), add_residuals(gradients, given, reader=1)
+    by_row, by_col = add_residuals(given, reader=1), add_residuals(given, reader=2)
     scales = [
         jax.vmap(functools.partial(segments.local_scale, scale=segment.scale))(jnp.abs(one), jnp.abs(other))
         for one, other, segment in zip(by_row, by_col, group.stack_segments, strict=True)
     ]
-    sketches = [jax.vmap(segments.sketch, (0, None))(stack, given.seed) for stack in gradients]
+    sketches = [
+        jax.vmap(segments.sketch, (0, None))(stack, given.seed) for stack in wide_gradients(given, reader=1)
+    ]
     sketched = sum_by_lane(group, jnp.concatenate(sketches))
     local = jnp.concatenate([part.reshape(-1) for part in (*scales, sketched)])
     agreed, sketched = jnp.split(collectives.agree(local, axis), [local.size - sketched.size])
