@@ -575,6 +575,6 @@ def test_of_small_dtypes_one_group_at_a_time_is_held_in_f32(routes: list[Route] 
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), state)
     step = jax.pmap(tx.update, axis_name=AXIS, donate_argnums=1, devices=jax.devices()[:2])
     temporary_bytes = step.lower(tree, state).compile().memory_analysis().temp_size_in_bytes
-    # A mean and what it is made of, the f32 of a sketch, and every leaf's words; pinned, nothing holds a group
-    # back until another is done, but a leaf has one f32 at a time.
+    # A mean and what it is made of, the f32 of a sketch, and every leaf's words; pinned, no group waits for
+    # another, but a leaf has one f32 at a time.
     assert temporary_bytes < (4 if routes is None else 8) * (256 * 512 * 4)  # of six
