@@ -21,6 +21,7 @@ from nf_jax.space import BF16, Settings, make_profile, model_of, protection_of
 jax.devices()  # the suite's eight, before a job asks for fewer
 
 STEPS = 6
+MAPPINGS = Path("/proc/self/maps")
 CONFIG = dataclasses.replace(vision.digits(), steps=STEPS, devices=2, num_evaluations=3)
 TASK = vision.classification(vision.load_digits, vision.MLP((64, 64), num_classes=10))
 
@@ -115,3 +116,12 @@ def test_without_a_profile_heads_and_vectors_are_protected():
     job = calibration.make_job(config, TASK, tolerance=1.0, loss_tolerance=0.1)
     assert job.start == calibration.START
     assert protection_of(job.start).free == ("backbone",)
+
+
+@pytest.mark.skipif(not MAPPINGS.exists(), reason="counts a process's memory mappings, which Linux lists")
+def test_many_profiles_do_not_fill_the_process_with_programs(job):
+    counts = []
+    for warmup_share in (0.2, 0.4, 0.6, 0.8):
+        measure(job, profile_of(job, Settings(warmup_share=warmup_share)), None)
+        counts.append(MAPPINGS.read_bytes().count(b"\n"))
+    assert counts[-1] < counts[0] + 100, counts  # without care, 400 a profile
