@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,6 @@ def make_job(config: Config, task: Task, *, tolerance: float, loss_tolerance: fl
 
     @functools.lru_cache(maxsize=1)  # the runs of a profile come one after the other
     def prepare(profile_toml: str, steps: int) -> tuple[Config, Program]:
-        forget_programs()
         own = shorten(config, steps)
         profile = Profile.loads(profile_toml)
         return own, runs.prepare(own, task, train, lambda _: by_profile(own, profile), "calibrate")
@@ -96,12 +94,6 @@ def make_job(config: Config, task: Task, *, tolerance: float, loss_tolerance: fl
         devices=f"{config.devices} virtual CPU devices" if config.cluster.platform == "cpu" else None,
         shadow=shadow,
     )
-
-
-def forget_programs() -> None:
-    """Frees what earlier profiles compiled: of some thirty, a process's table of memory mappings was full."""
-    jax.clear_caches()
-    gc.collect()
 
 
 def split(examples: Any) -> tuple[Any, Any]:

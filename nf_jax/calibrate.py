@@ -148,7 +148,7 @@ def calibrate(
 
 def measure_exact(lab: Lab, options: Options, profile: Profile) -> Candidate:
     """FP32 at full length."""
-    runs = tuple(lab.run(f"fp32, seed {seed}", profile, lab.job.steps, seed) for seed in options.seeds)
+    runs = lab.run_full("fp32", profile, options.seeds)
     for seed, run in zip(options.seeds, runs, strict=True):
         if not math.isfinite(run.outcome.value):
             value = run.outcome.value
@@ -160,7 +160,7 @@ def measure_candidate(
     lab: Lab, options: Options, exact: Candidate, name: str, settings: Settings | None, profile: Profile
 ) -> Candidate:
     """A finalist at full length, paired with FP32 by seed."""
-    runs = tuple(lab.run(f"{name}, seed {seed}", profile, lab.job.steps, seed) for seed in options.seeds)
+    runs = lab.run_full(name, profile, options.seeds)
     sign = 1 if lab.job.higher_is_better else -1
     pairs = zip(exact.runs, runs, strict=True)
     gaps = tuple(sign * (a.outcome.value - b.outcome.value) for a, b in pairs)

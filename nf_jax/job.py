@@ -42,7 +42,8 @@ class Measure(Protocol):
         """Trains for `steps` steps from a fresh start.
 
         Args:
-          profile: what `aggregate_gradients` is given; anything else stays as it always is.
+          profile: what `aggregate_gradients` is given; anything else stays as it always is. What JAX
+            compiled is forgotten when the calibration goes on to another profile.
           steps: length of the run. A schedule ends with it: a short run is a small whole run.
           seed: of initial parameters and the order of examples. Runs of one seed are compared in pairs, so
             it must decide both alike for all profiles.

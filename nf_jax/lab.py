@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import gc
 import hashlib
 import importlib.metadata
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
 
 from nf_jax.job import Job, Outcome, Report
 from nf_jax.profile import Profile
@@ -104,6 +107,12 @@ class Lab(NamedTuple):
         curve_read = tuple((int(step), float(loss), int(sent)) for step, loss, sent in read["curve"])
         return Run(Outcome(**read["outcome"]), curve_read, trace if trace.exists() else None)
 
+    def run_full(self, name: str, profile: Profile, seeds: Sequence[int]) -> tuple[Run, ...]:
+        """A run of full length for each seed."""
+        runs = tuple(self.run(f"{name}, seed {seed}", profile, self.job.steps, seed) for seed in seeds)
+        forget_programs()
+        return runs
+
     def measure(
         self, text: str, profile: Profile, steps: int, seed: int, trace: Path | None, report: Report
     ) -> Outcome | None:
@@ -127,6 +136,15 @@ class Lab(NamedTuple):
             )
         self.tell(text, steps - done)
         return outcome
+
+
+def forget_programs() -> None:
+    """Frees what was compiled for a profile that is done with.
+
+    JAX would keep it: the programs of thirty profiles of a decoder filled a process's table of memory mappings.
+    """
+    jax.clear_caches()
+    gc.collect()
 
 
 def _keeper(curve: list[tuple[int, float, int]]) -> Report:

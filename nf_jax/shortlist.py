@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nf_jax.job import Job
-from nf_jax.lab import Lab, Options, search_steps
+from nf_jax.lab import Lab, Options, forget_programs, search_steps
 from nf_jax.plan import plan
 from nf_jax.profile import Model, Profile
 from nf_jax.search import Score, Trial, run_search
@@ -53,6 +53,7 @@ def search_short(
             return score(step, value)
 
         lab.measure(f"trial {number}: {describe(settings)}", profile, steps, seed, None, report)
+        forget_programs()
         return {"wire_fraction": points[-1][1], "excess": points[-1][2], "points": points}
 
     trials = run_search(

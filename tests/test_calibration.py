@@ -13,6 +13,7 @@ import pytest
 from experiments import calibration, finetune, lm, vision
 from nf_jax import calibrate
 from nf_jax.columns import read_columns, wire_bytes_of
+from nf_jax.lab import Lab
 from nf_jax.profile import Profile
 from nf_jax.replay import replay
 from nf_jax.shadow_trace import read_shadow
@@ -119,9 +120,9 @@ def test_without_a_profile_heads_and_vectors_are_protected():
 
 
 @pytest.mark.skipif(not MAPPINGS.exists(), reason="counts a process's memory mappings, which Linux lists")
-def test_many_profiles_do_not_fill_the_process_with_programs(job):
-    counts = []
+def test_many_profiles_do_not_fill_the_process_with_programs(job, tmp_path):
+    calibrating, counts = Lab(job, tmp_path, lambda text, steps: None), []
     for warmup_share in (0.2, 0.4, 0.6, 0.8):
-        measure(job, profile_of(job, Settings(warmup_share=warmup_share)), None)
+        calibrating.run_full("profile", profile_of(job, Settings(warmup_share=warmup_share)), [3])
         counts.append(MAPPINGS.read_bytes().count(b"\n"))
     assert counts[-1] < counts[0] + 100, counts  # without care, 400 a profile
