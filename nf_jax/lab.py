@@ -141,7 +141,7 @@ class Lab(NamedTuple):
 def forget_programs() -> None:
     """Frees what was compiled for a profile that is done with.
 
-    JAX would keep it: the programs of thirty profiles of a decoder filled a process's table of memory mappings.
+    JAX would keep it: thirty profiles of a decoder filled a process's table of memory mappings.
     """
     jax.clear_caches()
     gc.collect()
