@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nf_jax.space import Settings, choose_settings, to_params
+from nf_jax.space import Protection, Settings, choose_settings, to_params
 
 REDUCTION_FACTOR = 3
 NUM_RANDOM_TRIALS = 8
@@ -47,7 +47,7 @@ def run_search(
     name: str,
     seed: int,
     num_trials: int,
-    num_protections: int,
+    protections: Sequence[Protection],
     starts: Sequence[Settings],
     min_steps: int,
     max_steps: int,
@@ -61,7 +61,7 @@ def run_search(
       name: of the study.
       seed: of everything random.
       num_trials: in all.
-      num_protections: choices of `Settings.protection`.
+      protections: choices of `Settings.protection`, and of what it holds.
       starts: tried first.
       min_steps: a trial runs at least for so long; the lowest rung.
       max_steps: length of a whole trial.
@@ -83,20 +83,20 @@ def run_search(
         own_seed = (seed * 1_000_003 + number) % 2**32
         study.sampler = optuna.samplers.TPESampler(seed=own_seed, n_startup_trials=NUM_RANDOM_TRIALS)
         if number < len(starts):
-            study.enqueue_trial(to_params(starts[number]))
-        _run_trial(optuna, study, num_protections, max_steps, evaluate)
-    return [_read_trial(trial, num_protections) for trial in study.get_trials(deepcopy=False)]
+            study.enqueue_trial(to_params(starts[number], protections))
+        _run_trial(optuna, study, protections, max_steps, evaluate)
+    return [_read_trial(trial, protections) for trial in study.get_trials(deepcopy=False)]
 
 
 def _run_trial(
     optuna: Any,
     study: Any,
-    num_protections: int,
+    protections: Sequence[Protection],
     max_steps: int,
     evaluate: Callable[[int, Settings, Score], dict[str, Any]],
 ) -> None:
     trial = study.ask()
-    settings = choose_settings(trial, num_protections)
+    settings = choose_settings(trial, protections)
     last: list[Any] = [0, float("inf"), True]
 
     def score(step: int, value: float) -> bool:
@@ -117,9 +117,9 @@ def _run_trial(
     study.tell(trial, value if goes_on else None, state)
 
 
-def _read_trial(trial: Any, num_protections: int) -> Trial:
+def _read_trial(trial: Any, protections: Sequence[Protection]) -> Trial:
     kept = trial.user_attrs
-    settings = choose_settings(_Recorded(trial.params), num_protections)
+    settings = choose_settings(_Recorded(trial.params), protections)
     return Trial(
         trial.number, settings, trial.state.name == "COMPLETE", kept["steps"], kept["score"], kept["found"]
     )

@@ -61,7 +61,7 @@ def search_short(
         name=f"calibrate {job.name}",
         seed=seed,
         num_trials=options.trials,
-        num_protections=len(makers.protections),
+        protections=makers.protections,
         starts=STARTS,
         min_steps=min(reference),
         max_steps=steps,

@@ -12,6 +12,7 @@ from nf_jax.plan import Plan
 from nf_jax.profile import HealthLimits, Leaf, Model, Phase, Profile, Provenance, Region, Route, Target
 
 LOW_BIT = (Route.SIGN, Route.TERNARY)
+_HOLD = "hold "  # before a region's name: the choice whether to hold it
 
 
 class Protection(NamedTuple):
@@ -30,12 +31,18 @@ class Protection(NamedTuple):
         """Names of the regions that may go low-bit."""
         return tuple(region.name for region in self.regions if region.name not in self.routes)
 
+    def hold(self, names: Sequence[str]) -> Protection:
+        """The same with these of the free regions in BF16; other names are no matter."""
+        held = {name: Route.BF16 for name in self.free if name in names}
+        return self._replace(routes=self.routes | held)
+
 
 class Settings(NamedTuple):
     """One point of the search; shares are parts of a run's steps.
 
     Attributes:
       protection: which of the job's protections.
+      held: names of regions that it leaves free, to send in BF16 all the same.
       warmup_share: FP32 at the start.
       bridge_share: BF16 after that, before low-bit.
       tail_share: FP32 at the end.
@@ -44,6 +51,7 @@ class Settings(NamedTuple):
     """
 
     protection: int = 0
+    held: tuple[str, ...] = ()
     warmup_share: float = 0.05
     bridge_share: float = 0.0
     tail_share: float = 0.0
@@ -61,8 +69,10 @@ STARTS = (
     Settings(warmup_share=0.1, down="count", server_error_feedback=False),
     Settings(warmup_share=0.02, scale="leaf"),
     Settings(route=Route.TERNARY, down="2bit", warmup_share=0.1),
+    Settings(held=("head",), scale="leaf", down="count", error_feedback=False, server_error_feedback=False),
 )
-"""Tried first: what has worked on several models."""
+"""Tried first: what has worked on several models. The last is for Adam, whose mean squares error feedback
+disturbs."""
 
 BF16 = Settings(route=Route.BF16, warmup_share=0.0)
 """Half of FP32's bytes and next to no loss: what a low-bit profile has to beat."""
@@ -70,7 +80,8 @@ BF16 = Settings(route=Route.BF16, warmup_share=0.0)
 
 def describe(settings: Settings) -> str:
     text = f"{settings.route.name}, {settings.scale} scales, {settings.down} down"
-    return f"{text}, {settings.warmup_share:.1%} warm-up"
+    text = f"{text}, {settings.warmup_share:.1%} warm-up"
+    return f"{text}, {' and '.join(settings.held)} in BF16" if settings.held else text
 
 
 class Chooser(Protocol):
@@ -83,13 +94,15 @@ class Chooser(Protocol):
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
 
 
-def choose_settings(chooser: Chooser, num_protections: int) -> Settings:
+def choose_settings(chooser: Chooser, protections: Sequence[Protection]) -> Settings:
     """A point of the space; what one choice makes meaningless is not asked for."""
+    free = _free_in_any(protections)
     pick = chooser.suggest_categorical
     route = Route[pick("route", [route.name for route in LOW_BIT])]
     down = pick("down", ["majority", "ternary", "2bit", "count"])
     return Settings(
-        protection=pick("protection", list(range(num_protections))) if num_protections > 1 else 0,
+        protection=pick("protection", list(range(len(protections)))) if len(protections) > 1 else 0,
+        held=tuple(name for name in free if pick(f"{_HOLD}{name}", [False, True])),
         warmup_share=chooser.suggest_float("warmup_share", 0.005, 0.3, log=True),
         bridge_share=chooser.suggest_float("bridge_share", 0.0, 0.3, step=0.1),
         tail_share=chooser.suggest_float("tail_share", 0.0, 0.1, step=0.05),
@@ -103,14 +116,22 @@ def choose_settings(chooser: Chooser, num_protections: int) -> Settings:
     )
 
 
-def to_params(settings: Settings) -> dict[str, Any]:
+def to_params(settings: Settings, protections: Sequence[Protection]) -> dict[str, Any]:
     """The choices that make `choose_settings` return these settings."""
     params = settings._asdict() | {"route": settings.route.name}
+    held = params.pop("held")
+    params |= {f"{_HOLD}{name}": name in held for name in _free_in_any(protections)}
     if settings.down == "count":
         del params["server_error_feedback"]
     if settings.route != Route.TERNARY:
         del params["gate"]
     return params
+
+
+def _free_in_any(protections: Sequence[Protection]) -> tuple[str, ...]:
+    """Regions that may be held: those free in some protection; none where only one ever goes low-bit."""
+    names = tuple(dict.fromkeys(name for protection in protections for name in protection.free))
+    return names if len(names) > 1 else ()
 
 
 def protection_of(profile: Profile) -> Protection:
@@ -159,6 +180,8 @@ def make_profile(
       steps: length of the run that shares are parts of.
       target, provenance: as the profile's.
     """
+    if settings is not None:
+        protection = protection.hold(settings.held)
     phases, warmup_steps = _phases(protection, settings, steps)
     health: dict[str, Any] = start.health.model_dump() | dict(limits)
     health |= {"warmup_steps": warmup_steps, "enabled": True}

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_job import START
 
 from nf_jax.search import Score, Trial, run_search
-from nf_jax.space import STARTS, Settings
+from nf_jax.space import STARTS, Settings, protection_of
 
 MAX_STEPS, EVERY, NUM_TRIALS = 27, 3, 14
+OWN = protection_of(START)
+FREE = OWN._replace(routes={})
 
 
 def loss_of(settings: Settings) -> float:
@@ -46,7 +49,7 @@ def run(folder: Path, evaluate: Callable[..., dict[str, Any]], seed: int = 0, **
         "name": "test",
         "seed": seed,
         "num_trials": NUM_TRIALS,
-        "num_protections": 2,
+        "protections": [FREE, OWN],
         "starts": STARTS,
         "min_steps": EVERY,
         "max_steps": MAX_STEPS,

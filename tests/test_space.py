@@ -20,6 +20,7 @@ from nf_jax.space import (
     Protection,
     Settings,
     choose_settings,
+    describe,
     make_profile,
     model_of,
     planned_bytes,
@@ -30,6 +31,7 @@ from nf_jax.space import (
 
 MODEL = model_of("synthetic", PARAMS)
 OWN = protection_of(START)
+FREE = OWN._replace(routes={})  # head and body may both go low-bit
 
 
 class Drawn:
@@ -64,21 +66,34 @@ class Given:
 
 
 def test_the_choices_of_settings_make_the_same_settings():
-    for settings in STARTS:
-        assert choose_settings(Given(to_params(settings)), 2) == settings
-
-    @given(st.data())
-    def law(data: st.DataObject) -> None:
-        settings = choose_settings(Drawn(data), 3)
-        assert choose_settings(Given(to_params(settings)), 3) == settings
+    @given(st.data(), st.sampled_from([[OWN], [FREE, OWN], [FREE, relax(OWN), OWN]]))
+    def law(data: st.DataObject, protections: list[Protection]) -> None:
+        settings = choose_settings(Drawn(data), protections)
+        assert choose_settings(Given(to_params(settings, protections)), protections) == settings
 
     law()
+    for settings in STARTS:
+        assert choose_settings(Given(to_params(settings, [FREE, OWN])), [FREE, OWN]) == settings
+        bare = settings._replace(held=())
+        assert choose_settings(Given(to_params(settings, [OWN])), [OWN]) == bare, "nothing to hold there"
+
+
+def test_a_held_region_travels_in_bf16_where_the_others_go_low_bit():
+    settings = Settings(held=("head", "unknown"))
+    profile = make_profile(START, MODEL, FREE, settings, {}, 100)
+    assert profile.route_table == ((0, (Route.FP32, Route.FP32)), (5, (Route.BF16, Route.SIGN)))
+    assert describe(settings).endswith("head and unknown in BF16")
+    assert make_profile(START, MODEL, OWN, settings, {}, 100) == make_profile(
+        START, MODEL, OWN, Settings(), {}, 100
+    ), "what is protected stays so"
+    everything = make_profile(START, MODEL, FREE, Settings(held=("head", "body")), {}, 100)
+    assert everything.route_table[-1][1] == (Route.BF16, Route.BF16)
 
 
 def test_phases_are_the_shares_of_the_run():
     @given(st.data(), st.integers(1, 3000))
     def law(data: st.DataObject, steps: int) -> None:
-        settings = choose_settings(Drawn(data), 1)
+        settings = choose_settings(Drawn(data), [OWN])
         profile = make_profile(START, MODEL, OWN, settings, {}, steps)
         warmup = profile.health.warmup_steps
         starts, table = zip(*profile.route_table, strict=True)
