@@ -85,7 +85,7 @@ def check_files(config: Config) -> None:
 
 def make_optimizer(config: Config, rule: Rule, name: str) -> optax.GradientTransformation:
     """The same for every policy, but for how gradients are averaged, and for two rules that bring their own:
-    signSGD's steps are signs, and DGC has SGD's momentum in it."""
+    signSGD's steps are signs, and DGC has SGD's momentum in it. AdamW hears of profiles' changes of route."""
     if name == "signsgd":
         signs = optax.sgd(learning_rates(config, config.signsgd_learning_rate))
         return optax.chain(rule.transform, signs)
@@ -97,7 +97,8 @@ def make_optimizer(config: Config, rule: Rule, name: str) -> optax.GradientTrans
         is_matrix = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
         decay = optax.add_decayed_weights(config.weight_decay, mask=is_matrix)
         following = optax.chain(decay, optax.sgd(schedule, momentum=momentum, nesterov=momentum is not None))
-    return optax.chain(rule.transform, optax.clip_by_global_norm(config.clip_norm), following)
+    tx = optax.chain(rule.transform, optax.clip_by_global_norm(config.clip_norm), following)
+    return nf_jax.fresh_moments(tx) if config.optimizer == "adamw" and name in PROFILES else tx
 
 
 def learning_rates(config: Config, peak: float) -> optax.Schedule:

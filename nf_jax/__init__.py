@@ -2,6 +2,7 @@
 
 from nf_jax.candidates import Candidate
 from nf_jax.load import LoadMeter
+from nf_jax.moments import fresh_moments
 from nf_jax.plan import Plan, plan
 from nf_jax.pmean import pmean
 from nf_jax.profile import Profile, Route
@@ -24,6 +25,7 @@ __all__ = [
     "StepInfo",
     "Substrate",
     "aggregate_gradients",
+    "fresh_moments",
     "plan",
     "pmean",
     "shadow_info",

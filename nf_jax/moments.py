@@ -1,0 +1,104 @@
+"""Adam's moments where gradients change their kind: votes and exact means have mean squares of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from nf_jax.profile import Route
+from nf_jax.state import step_info
+from nf_jax.telemetry import StepInfo
+
+
+def fresh_moments(
+    tx: optax.GradientTransformation, *, b1: float = 0.9, b2: float = 0.999, num_steps: int = 15
+) -> optax.GradientTransformationExtraArgs:
+    """Lets Adam learn its moments anew where routes change between votes and exact means, at a fallback say.
+
+    A vote gives every element of a leaf, row or column the same size; an exact mean does not. Adam divides by
+    mean squares that it remembers for some `1 / (1 - b2)` steps, a thousand by default: after a change they
+    are those of the other kind, elements take steps of the wrong size, and a fallback does more harm than the
+    trouble that caused it. Here, the moments after a change stay what they are, but weigh no more than
+    `num_steps` steps against what follows: they, and the count that Adam's bias correction reads
+    (arXiv 1412.6980), become those of a run of `num_steps` steps with the same corrected moments.
+
+    A change is one of half of the lanes or more that go low-bit before or after it: phases, fallbacks and
+    returns, and a reducer's load, but not single lanes whose residuals are large. Learning-rate schedules
+    count for themselves. The state is that of `tx`, unchanged in structure.
+
+    Args:
+      tx: a chain with one `aggregate_gradients` in it and `optax.adam`, `adamw`, `nadam` or `lamb`.
+      b1, b2: those of Adam in it; its state does not tell, and with others steps are of a wrong size.
+      num_steps: for how many steps the moments before a change count at most.
+
+    Returns:
+      The transform to use instead of `tx`.
+
+    Raises:
+      ValueError: at once, for numbers out of range; from `init`, where there is no Adam in `tx`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, nf_jax
+      >>> first = nf_jax.aggregate_gradients(nf_jax.Profile.static("SIGN"), axis="batch", num_workers=1)
+      >>> tx = nf_jax.fresh_moments(optax.chain(first, optax.adamw(1e-3, b2=0.99)), b2=0.99)
+      >>> state = tx.init({"kernel": jnp.ones(4)})
+    """
+    for name, decay in (("b1", b1), ("b2", b2)):
+        if not 0 < decay < 1:
+            raise ValueError(f"fresh_moments: {name}: expected between 0 and 1, as Adam's own, got {decay}")
+    if num_steps < 1:
+        raise ValueError(f"fresh_moments: num_steps: expected at least 1, got {num_steps}")
+    inner = optax.with_extra_args_support(tx)
+
+    def init_fn(params: Any) -> Any:
+        state = inner.init(params)
+        if not any(map(_is_adam, jax.tree.leaves(state, is_leaf=_is_adam))):
+            raise ValueError(
+                "fresh_moments: expected Adam in the transform, as in optax.chain(aggregate_gradients(...), "
+                "optax.adamw(...)), found no optax.ScaleByAdamState in its state"
+            )
+        return state
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        has_changed = _kinds_change(step_info(state))
+
+        def renew(node: Any) -> Any:
+            return _shorten(node, has_changed, b1, b2, num_steps) if _is_adam(node) else node
+
+        return inner.update(updates, jax.tree.map(renew, state, is_leaf=_is_adam), params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def _kinds_change(info: StepInfo) -> Array:
+    """bool[]: whether half of the lanes that vote, in the last step or in this one, did not or will not."""
+    before, after = (
+        jnp.asarray(routes) >= jnp.int32(Route.SIGN) for routes in (info.routes, info.next_routes)
+    )
+    num_changed, num_voting = (jnp.sum(lanes, dtype=jnp.int32) for lanes in (before ^ after, before | after))
+    return (num_changed > 0) & (2 * num_changed >= num_voting)
+
+
+def _shorten(
+    adam: optax.ScaleByAdamState, has_changed: Array, b1: float, b2: float, num_steps: int
+) -> optax.ScaleByAdamState:
+    """The same corrected moments after `num_steps` steps, where there were more and the kind has changed."""
+    old = jnp.asarray(adam.count)
+    new = jnp.where(has_changed, jnp.minimum(old, jnp.asarray(num_steps, old.dtype)), old)
+
+    def scaled(moments: Any, decay: float) -> Any:
+        weights = [
+            -jnp.expm1(count.astype(jnp.float32) * jnp.log(jnp.float32(decay))) for count in (new, old)
+        ]
+        factor = jnp.where(new < old, weights[0] / weights[1], jnp.float32(1))
+        return jax.tree.map(lambda leaf: (leaf * factor.astype(leaf.dtype)).astype(leaf.dtype), moments)
+
+    return adam._replace(count=new, mu=scaled(adam.mu, b1), nu=scaled(adam.nu, b2))
