@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,18 @@ import pytest
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# A program that tests make twice, each with a function of its own, is compiled once, for this process alone:
+# processes must not share the folder, as JAX's entries are not written whole or not at all.
+PROGRAMS = tempfile.mkdtemp(prefix="nf_jax-tests-")
+jax.config.update("jax_compilation_cache_dir", PROGRAMS)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(PROGRAMS, ignore_errors=True)
+
 
 # Compilation makes the first example slow, so there is no deadline; derandomised, so that a
 # failure is the same everywhere and says something about the change at hand.
