@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import nf_jax
 from nf_jax import training
@@ -127,8 +128,9 @@ def test_what_cannot_be_is_refused_with_what_to_do():
         alone.update(PARAMS, alone.init(PARAMS))
 
 
+@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])
 @jax.numpy_dtype_promotion("standard")  # optax.adam's own arithmetic
-def test_in_training_it_is_phases_and_fallbacks_that_shorten_the_count():
+def test_in_training_it_is_phases_and_fallbacks_that_shorten_the_count(mapping):
     """SIGN from step 4 on, a loss that is not finite after 9: FP32 for 3 steps, then SIGN again."""
     profile = PROFILE.model_copy(
         update={
@@ -139,15 +141,20 @@ def test_in_training_it_is_phases_and_fallbacks_that_shorten_the_count():
             "health": HealthLimits(warmup_steps=1, cooldown_steps=3, probation_steps=3),
         }
     )
+    loss_fn = lambda params, x: (sum(map(jnp.sum, params.values())) + x.sum(), {})  # noqa: E731
     first = nf_jax.aggregate_gradients(profile, axis="batch", num_workers=2)
     tx = nf_jax.fresh_moments(optax.chain(first, optax.adam(1e-3)), num_steps=2)
     state = training.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    devices = jax.devices()[:2]
-    step = training.pmap_step(lambda params, x: (sum(map(jnp.sum, params.values())) + x, {}), devices=devices)
-    state, counts, routes = training.replicate(state, devices), [], []
+    devices, shape = jax.devices()[:2], (2, 1) if mapping == "pmap" else (2,)
+    if mapping == "pmap":
+        step, state = training.pmap_step(loss_fn, devices=devices), training.replicate(state, devices)
+    else:
+        mesh = jax.make_mesh((2,), ("batch",), devices=devices, axis_types=(AxisType.Auto,))
+        step, state = training.shard_map_step(loss_fn, mesh, state), training.place(state, mesh)
+    counts, routes = [], []
     for number in range(16):
-        state, _ = step(state, np.full(2, np.inf if number == 9 else 0, np.float32))
-        counts.append(int(state.opt_state[1][0].count[0]))
+        state, _ = step(state, np.full(shape, np.inf if number == 9 else 0, np.float32))
+        counts.append(int(np.ravel(state.opt_state[1][0].count)[0]))
         routes.append(int(nf_jax.step_info(state).routes[0]))
     assert routes == [0] * 4 + [2] * 6 + [0] * 3 + [2] * 3
     assert counts == [1, 2, 3, 4, 3, 4, 5, 6, 7, 8, 3, 4, 5, 3, 4, 5]
