@@ -11,24 +11,23 @@ from jax import Array
 
 from nf_jax.profile import Route
 from nf_jax.state import step_info
-from nf_jax.telemetry import StepInfo
 
 
 def fresh_moments(
-    tx: optax.GradientTransformation, *, b1: float = 0.9, b2: float = 0.999, num_steps: int = 15
+    tx: optax.GradientTransformation, *, b1: float = 0.9, b2: float = 0.999, num_steps: int = 20
 ) -> optax.GradientTransformationExtraArgs:
     """Lets Adam learn its moments anew where routes change between votes and exact means, at a fallback say.
 
     A vote gives every element of a leaf, row or column the same size; an exact mean does not. Adam divides by
     mean squares that it remembers for some `1 / (1 - b2)` steps, a thousand by default: after a change they
     are those of the other kind, elements take steps of the wrong size, and a fallback does more harm than the
-    trouble that caused it. Here, the moments after a change stay what they are, but weigh no more than
-    `num_steps` steps against what follows: they, and the count that Adam's bias correction reads
-    (arXiv 1412.6980), become those of a run of `num_steps` steps with the same corrected moments.
+    trouble that caused it. Here, the moments after the first step of the other kind stay what they are, but
+    weigh no more than `num_steps` steps against what follows: they, and the count that Adam's bias correction
+    reads (arXiv 1412.6980), become those of a run of `num_steps` steps with the same corrected moments.
 
-    A change is one of half of the lanes or more that go low-bit before or after it: phases, fallbacks and
-    returns, and a reducer's load, but not single lanes whose residuals are large. Learning-rate schedules
-    count for themselves. The state is that of `tx`, unchanged in structure.
+    A change is one of half of the lanes or more that go low-bit in either step, by whatever routes they took,
+    pinned ones too: phases, fallbacks and returns, a reducer's load, but not single lanes whose residuals are
+    large. Learning-rate schedules count for themselves. The state is that of `tx`, unchanged in structure.
 
     Args:
       tx: a chain with one `aggregate_gradients` in it and `optax.adam`, `adamw`, `nadam` or `lamb`.
@@ -39,7 +38,8 @@ def fresh_moments(
       The transform to use instead of `tx`.
 
     Raises:
-      ValueError: at once, for numbers out of range; from `init`, where there is no Adam in `tx`.
+      ValueError: at once, for numbers out of range; from `init`, where there is no Adam in `tx`, or not one
+        `aggregate_gradients`.
 
     Example:
       >>> import jax.numpy as jnp, optax, nf_jax
@@ -56,6 +56,7 @@ def fresh_moments(
 
     def init_fn(params: Any) -> Any:
         state = inner.init(params)
+        step_info(state)  # its error, if there is not one aggregate_gradients
         if not any(map(_is_adam, jax.tree.leaves(state, is_leaf=_is_adam))):
             raise ValueError(
                 "fresh_moments: expected Adam in the transform, as in optax.chain(aggregate_gradients(...), "
@@ -64,12 +65,13 @@ def fresh_moments(
         return state
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        has_changed = _kinds_change(step_info(state))
+        updates, new_state = inner.update(updates, state, params, **extra_args)
+        has_changed = _kinds_change(step_info(state).routes, step_info(new_state).routes)
 
         def renew(node: Any) -> Any:
             return _shorten(node, has_changed, b1, b2, num_steps) if _is_adam(node) else node
 
-        return inner.update(updates, jax.tree.map(renew, state, is_leaf=_is_adam), params, **extra_args)
+        return updates, jax.tree.map(renew, new_state, is_leaf=_is_adam)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -78,11 +80,9 @@ def _is_adam(node: Any) -> bool:
     return isinstance(node, optax.ScaleByAdamState)
 
 
-def _kinds_change(info: StepInfo) -> Array:
-    """bool[]: whether half of the lanes that vote, in the last step or in this one, did not or will not."""
-    before, after = (
-        jnp.asarray(routes) >= jnp.int32(Route.SIGN) for routes in (info.routes, info.next_routes)
-    )
+def _kinds_change(routes: Any, new_routes: Any) -> Array:
+    """bool[]: whether half of the lanes that vote in either of two steps do not in the other; int32[L]."""
+    before, after = (jnp.asarray(lanes) >= jnp.int32(Route.SIGN) for lanes in (routes, new_routes))
     num_changed, num_voting = (jnp.sum(lanes, dtype=jnp.int32) for lanes in (before ^ after, before | after))
     return (num_changed > 0) & (2 * num_changed >= num_voting)
 

@@ -133,7 +133,7 @@ LAYERS: dict[str, tuple[int, set[str] | None]] = {
     "training": (10, {"collectives", "state", "host_state"}),
     "checkpoint": (10, {"manifest", "state", "host_state", "leaves"}),
     "adopt": (10, {"state"}),
-    "moments": (9, {"profile", "telemetry", "state"}),
+    "moments": (9, {"profile", "state"}),
     "elastic": (10, {"profile", "segments", "controller", "plan", "pmean", "state"}),
     "resume": (11, {"profile", "telemetry", "trace", "plan", "state", "checkpoint"}),
     "report": (10, {"profile", "telemetry", "health", "trace", "shadow_trace", "plan"}),
