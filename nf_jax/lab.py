@@ -19,7 +19,7 @@ import jax
 
 from nf_jax.job import Job, Outcome, Report
 from nf_jax.profile import Profile
-from nf_jax.space import model_of
+from nf_jax.space import STARTS, model_of
 
 Tell = Callable[[str, int], None]
 """`(what is going on, steps done since the last call)`."""
@@ -171,6 +171,7 @@ def open_folder(folder: Path, job: Job, options: Options) -> str:
         "loss_tolerance": job.loss_tolerance,
         "options": dataclasses.asdict(options),
         "versions": find_versions(),
+        "starts": [settings._asdict() for settings in STARTS],
     }
     identity = json.loads(json.dumps(identity))
     path = folder / "job.json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 
     Attributes:
       protection: which of the job's protections.
-      held: names of regions that it leaves free, to send in BF16 all the same.
+      held: names of regions that it leaves free, not all of them, to send in BF16 all the same.
       warmup_share: FP32 at the start.
       bridge_share: BF16 after that, before low-bit.
       tail_share: FP32 at the end.
@@ -96,13 +96,13 @@ class Chooser(Protocol):
 
 def choose_settings(chooser: Chooser, protections: Sequence[Protection]) -> Settings:
     """A point of the space; what one choice makes meaningless is not asked for."""
-    free = _free_in_any(protections)
     pick = chooser.suggest_categorical
+    protection = pick("protection", list(range(len(protections)))) if len(protections) > 1 else 0
     route = Route[pick("route", [route.name for route in LOW_BIT])]
     down = pick("down", ["majority", "ternary", "2bit", "count"])
     return Settings(
-        protection=pick("protection", list(range(len(protections)))) if len(protections) > 1 else 0,
-        held=tuple(name for name in free if pick(f"{_HOLD}{name}", [False, True])),
+        protection=protection,
+        held=_choose_held(pick, protections[protection].free),
         warmup_share=chooser.suggest_float("warmup_share", 0.005, 0.3, log=True),
         bridge_share=chooser.suggest_float("bridge_share", 0.0, 0.3, step=0.1),
         tail_share=chooser.suggest_float("tail_share", 0.0, 0.1, step=0.05),
@@ -116,22 +116,25 @@ def choose_settings(chooser: Chooser, protections: Sequence[Protection]) -> Sett
     )
 
 
+def _choose_held(pick: Callable[[str, Sequence[Any]], Any], free: Sequence[str]) -> tuple[str, ...]:
+    """Some of the free regions, never all: BF16 everywhere is measured anyway."""
+    held: list[str] = []
+    for name in free:
+        if len(held) < len(free) - 1 and pick(f"{_HOLD}{name}", [False, True]):
+            held.append(name)
+    return tuple(held)
+
+
 def to_params(settings: Settings, protections: Sequence[Protection]) -> dict[str, Any]:
     """The choices that make `choose_settings` return these settings."""
     params = settings._asdict() | {"route": settings.route.name}
     held = params.pop("held")
-    params |= {f"{_HOLD}{name}": name in held for name in _free_in_any(protections)}
+    params |= {f"{_HOLD}{name}": name in held for name in protections[settings.protection].free}
     if settings.down == "count":
         del params["server_error_feedback"]
     if settings.route != Route.TERNARY:
         del params["gate"]
     return params
-
-
-def _free_in_any(protections: Sequence[Protection]) -> tuple[str, ...]:
-    """Regions that may be held: those free in some protection; none where only one ever goes low-bit."""
-    names = tuple(dict.fromkeys(name for protection in protections for name in protection.free))
-    return names if len(names) > 1 else ()
 
 
 def protection_of(profile: Profile) -> Protection:

@@ -69,7 +69,10 @@ def corrected(adam: Any) -> Any:
 VOTE, EXACT = (SIGN, TERNARY, SIGN), (FP32, BF16, FP32)
 
 
-@pytest.mark.parametrize(("before", "after"), [(VOTE, EXACT), (EXACT, VOTE), ((SIGN, FP32, FP32), EXACT)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(VOTE, EXACT), (EXACT, VOTE), ((SIGN, FP32, FP32), EXACT), ((SIGN, SIGN, FP32), (SIGN, FP32, FP32))],
+)
 @pytest.mark.parametrize("count", [NUM_STEPS + 1, 20, 3_000])
 def test_at_a_change_the_corrected_moments_stay_and_weigh_no_more_than_so_many_steps(count, before, after):
     state = state_after(count, before, after)
@@ -122,7 +125,7 @@ def test_moments_kept_in_bf16_stay_so():
 
 
 def test_what_cannot_be_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"b2: expected between 0 and 1, as Adam's own, got 1"):
+    with pytest.raises(ValueError, match=r"b2: expected 0 to below 1, as Adam's own, got 1"):
         nf_jax.fresh_moments(chain(), b2=1.0)
     with pytest.raises(ValueError, match="num_steps: expected at least 1, got 0"):
         nf_jax.fresh_moments(chain(), num_steps=0)
@@ -131,6 +134,29 @@ def test_what_cannot_be_is_refused_with_what_to_do():
         nf_jax.fresh_moments(optax.chain(first, optax.sgd(0.1))).init(PARAMS)
     with pytest.raises(ValueError, match="aggregate_gradients"):
         nf_jax.fresh_moments(optax.adam(0.1)).init(PARAMS)
+
+
+def test_the_state_is_that_of_the_chain():
+    tx = nf_jax.fresh_moments(chain())
+    chex.assert_trees_all_equal_structs(tx.init(PARAMS), chain().init(PARAMS))
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_pinned_routes_count_as_taken_whatever_the_controller_would_choose():
+    """Pinned to FP32 for good under a profile that would vote: no change, so that the count goes on."""
+    profile = PROFILE.model_copy(update={"health": HealthLimits(warmup_steps=1)})
+    first = nf_jax.aggregate_gradients(profile, axis="batch", num_workers=2, routes=[FP32] * 3)
+    tx = nf_jax.fresh_moments(optax.chain(first, optax.adam(1e-3)), num_steps=2)
+    state = training.replicate(
+        training.TrainState.create(apply_fn=None, params=PARAMS, tx=tx), jax.devices()[:2]
+    )
+    step = training.pmap_step(
+        lambda params, x: (sum(map(jnp.sum, params.values())) + x.sum(), {}), devices=jax.devices()[:2]
+    )
+    for _ in range(5):
+        state, _ = step(state, np.zeros((2, 1), np.float32))
+    assert np.any(nf_jax.step_info(state).next_routes), "the controller would vote"
+    assert int(state.opt_state[1][0].count[0]) == 5
 
 
 @pytest.mark.parametrize("mapping", ["pmap", "shard_map"])

@@ -21,8 +21,9 @@ FREE = OWN._replace(routes={})
 
 
 def loss_of(settings: Settings) -> float:
-    """Least for error feedback at both ends, `drop`, and a warm-up of 2 %."""
+    """Least for error feedback at both ends, `drop`, a warm-up of 2 %, and the head held or protected."""
     loss = abs(math.log(settings.warmup_share / 0.02))
+    loss += 3 * (settings.protection == 0 and "head" not in settings.held)
     return loss + 2 * (not settings.error_feedback) + (settings.on_fallback == "drain")
 
 
@@ -89,6 +90,14 @@ def test_it_finds_better_than_chance_and_than_where_it_started(tmp_path):
     typical = [sorted(loss_of(trial.settings) for trial in part)[10] for part in (early, late)]
     assert typical[1] < typical[0]
     assert min(loss_of(t.settings) for t in found) < min(loss_of(s) for s in STARTS) - 0.9
+
+
+def test_it_finds_which_region_not_to_send_low_bit(tmp_path):
+    found = run(tmp_path, Watched(), num_trials=30, protections=[FREE], starts=STARTS[:1])
+    best = sorted(found, key=lambda trial: loss_of(trial.settings))[:5]
+    assert all(trial.settings.held == ("head",) for trial in best)
+    late = [trial.settings.held for trial in found[20:]]
+    assert late.count(("head",)) > len(late) // 2
 
 
 def test_the_same_seed_makes_the_same_trials_and_another_seed_others(whole, tmp_path):
