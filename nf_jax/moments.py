@@ -14,7 +14,7 @@ from nf_jax.state import step_info
 
 
 def fresh_moments(
-    tx: optax.GradientTransformation, *, b1: float = 0.9, b2: float = 0.999, num_steps: int = 20
+    tx: optax.GradientTransformation, *, b1: float = 0.9, b2: float = 0.999, num_steps: int = 10
 ) -> optax.GradientTransformationExtraArgs:
     """Lets Adam learn its moments anew where routes change between votes and exact means, at a fallback say.
 

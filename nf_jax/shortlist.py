@@ -16,6 +16,9 @@ from nf_jax.search import Score, Trial, run_search
 from nf_jax.space import BF16, STARTS, Protection, Settings, describe, make_profile, planned_bytes
 
 _MAX_EXCESS = 1e6
+_UNJUDGED_SHARE = 1 / 3
+"""Part of a short run in which no trial is stopped: losses that are still those of a warm-up tell nothing, and
+whoever sends least would win."""
 
 
 class Makers(NamedTuple):
@@ -63,7 +66,7 @@ def search_short(
         num_trials=options.trials,
         protections=makers.protections,
         starts=STARTS,
-        min_steps=min(reference),
+        min_steps=min(step for step in reference if step >= _UNJUDGED_SHARE * steps),
         max_steps=steps,
         evaluate=evaluate,
         on_kept=lambda count: lab.tell("trials from before", count * steps),

@@ -134,6 +134,11 @@ def test_limits_come_from_the_runs(whole):
     assert 2 * 6 < health.max_residual_ratio < 2 * 8, "drawn around 5 with a deviation of 0.5"
 
 
+def test_no_trial_is_stopped_in_what_may_be_its_warm_up(whole):
+    stopped = [trial.steps for trial in whole.trials if not trial.is_complete]
+    assert stopped and min(stopped) >= lab.search_steps(make_job(), OPTIONS) / 3
+
+
 # ------------------------------------------------------------------------------------------ again, alike
 
 
