@@ -17,8 +17,8 @@ from nf_jax.space import BF16, STARTS, Protection, Settings, describe, make_prof
 
 _MAX_EXCESS = 1e6
 _UNJUDGED_SHARE = 1 / 3
-"""Part of a short run in which no trial is stopped: losses that are still those of a warm-up tell nothing, and
-whoever sends least would win."""
+"""Part of a short run in which no trial is stopped: losses that are still those of a warm-up tell nothing,
+and whoever sends least would win."""
 
 
 class Makers(NamedTuple):
