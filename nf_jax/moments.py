@@ -32,8 +32,8 @@ def fresh_moments(
     for themselves. The state is that of `tx`, unchanged in structure.
 
     Args:
-      tx: a chain with one `aggregate_gradients` in it and `optax.adam`, `adamw`, `nadam` or `lamb`. Not
-        `adamax`, `yogi` or `radam`, which correct otherwise and whose states look the same.
+      tx: a chain with one `aggregate_gradients` in it and `optax.adam`, `adamw` or `lamb`. Not `adamax`,
+        `nadam`, `yogi` or `radam`, which correct otherwise and whose states look the same.
       b1, b2: those of Adam in it, by default optax's. Its state does not tell: with a b2 of 0.95 there and
         0.999 here, steps after a change are some five times too long.
       num_steps: for how many steps the moments before a change count at most.

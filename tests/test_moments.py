@@ -136,9 +136,12 @@ def test_what_cannot_be_is_refused_with_what_to_do():
         nf_jax.fresh_moments(optax.adam(0.1)).init(PARAMS)
 
 
-def test_the_state_is_that_of_the_chain():
-    tx = nf_jax.fresh_moments(chain())
-    chex.assert_trees_all_equal_structs(tx.init(PARAMS), chain().init(PARAMS))
+@pytest.mark.parametrize(
+    "adam", [optax.adam(0.1), optax.adamw(0.1), optax.lamb(0.1)], ids=["adam", "adamw", "lamb"]
+)
+def test_the_state_is_that_of_the_chain(adam):
+    tx = optax.chain(nf_jax.aggregate_gradients(PROFILE, axis="batch", num_workers=1), adam)
+    chex.assert_trees_all_equal_structs(nf_jax.fresh_moments(tx).init(PARAMS), tx.init(PARAMS))
 
 
 @jax.numpy_dtype_promotion("standard")
