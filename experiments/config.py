@@ -87,8 +87,8 @@ class Config:
     """Keep what an earlier, stopped job of the same config has left in `out`: finished runs, and of one that
     it was in, what came before the last checkpoint."""
     checkpoint_every: int = 0
-    """Steps from one checkpoint of a run to the next; 0: none, as with several processes, which do not
-    resume. They are deleted when the run is whole."""
+    """Steps from one checkpoint of a run to the next; 0: none, as where several processes do not share
+    `out`. They are deleted when the run is whole."""
     cluster: tyro.conf.OmitArgPrefixes[cluster.Cluster] = dataclasses.field(default_factory=cluster.Cluster)
     """The processes of the run."""
 

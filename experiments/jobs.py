@@ -87,14 +87,16 @@ def run_job(config: Config, task: Task) -> list[dict[str, Any]]:
 
 def run_here(config: Config, task: Task) -> list[dict[str, Any]]:
     """The job, where the processes are joined; only the first prints and writes."""
-    if not config.resume:
-        kept.remove(config)  # on every host: none may go on from what an earlier job left on its disk
+    has_checkpoints = config.checkpoint_every > 0
+    config = kept.open_folder(config)
     if not cluster.is_first():
         done = run_policies(config, task, is_shown=False)
         return [run.row for own in done.values() for run in own]
     config.out.mkdir(parents=True, exist_ok=True)
     if config.resume:
         print(kept.describe_resumed(config))
+    if has_checkpoints and not config.checkpoint_every:
+        print(f"No checkpoints: not all processes see {config.out}. With a shared --out, --resume goes on.")
     done = run_policies(config, task, is_shown=True)
     rows = [run.row for own in done.values() for run in own]
     (config.out / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")

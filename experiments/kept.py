@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_args
 
 from experiments.config import Config, Policy
 from experiments.policies import PROFILES
-from nf_jax import checkpoint, cluster, trace
+from nf_jax import checkpoint, cluster, processes, trace
 
 
 class Run(NamedTuple):
@@ -43,6 +43,29 @@ def run_facts(config: Config, policy: Policy) -> dict[str, str]:
 
 def run_folder(config: Config, header: dict[str, Any]) -> Path:
     return config.out / f"{header['policy']}-{header['seed']}"
+
+
+def open_folder(config: Config) -> Config:
+    """Makes `out` ready for a job, on all its processes; checkpoints are only where all of them see them.
+
+    Returns:
+      The config, without checkpoints where every process has an `out` of its own.
+
+    Raises:
+      ValueError: such a job is to be resumed, or processes would go on from different things.
+    """
+    processes.check_same(resume=str(config.resume), checkpoint_every=str(config.checkpoint_every))
+    if not config.resume:
+        remove(config)  # on every host: none may go on from what an earlier job left on its disk
+    if processes.is_shared(config.out):
+        processes.check_same(kept=describe_resumed(config) if config.resume else "")
+        return config
+    if config.resume:
+        raise ValueError(
+            f"resume: expected --out on a file system that all processes share, got {config.out}, where "
+            "each sees other files. Choose a shared folder, or start anew without --resume."
+        )
+    return dataclasses.replace(config, checkpoint_every=0)
 
 
 def keep(config: Config, run: Run) -> None:

@@ -72,8 +72,6 @@ def baseline_options(config: Config, policy: Policy) -> dict[str, Any]:
 
 def check_files(config: Config) -> None:
     """Raises ValueError before a run for what it would find out in its middle."""
-    if config.resume and config.cluster.is_distributed:
-        raise ValueError("resume: expected a job of one process; start one of several processes anew")
     for policy in config.policies:
         if policy in PROFILES:
             PROFILES[policy](config)

@@ -217,7 +217,6 @@ def summary(
 
 def open_run(config: Config, program: Program, header: dict[str, Any]) -> resume.Run:
     """A run's trace, and its checkpoints where it is to have some."""
-    is_saved = config.checkpoint_every > 0 and not config.cluster.is_distributed
     facts: dict[str, Any] = header | {"backend": jax.default_backend(), "num_workers": config.num_workers}
     facts |= kept.run_facts(config, header["policy"])
     return resume.Run(
@@ -225,7 +224,7 @@ def open_run(config: Config, program: Program, header: dict[str, Any]) -> resume
         first_state(program, header["seed"]),
         program.profile,
         program.plan,
-        every_steps=config.checkpoint_every if is_saved else config.steps + 1,
+        every_steps=config.checkpoint_every or config.steps + 1,
         **facts,
     )
 

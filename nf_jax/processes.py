@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import platform
+import secrets
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,6 @@ def check_agreement(profile: Profile, plan: Plan, *, substrate: Substrate | None
     """
     if jax.process_count() == 1:
         return
-    _check_devices()
     facts = _versions() | {
         "num_workers": str(plan.num_workers),
         "profile": profile.dumps(),
@@ -63,11 +63,44 @@ def check_agreement(profile: Profile, plan: Plan, *, substrate: Substrate | None
         **({} if substrate is None else {"substrate": substrate.dumps()}),
         **more,
     }
+    check_same(**facts)
+
+
+def check_same(**facts: str) -> None:
+    """Raises, on every process, unless all processes call it with the same; alone, a process agrees.
+
+    Args:
+      **facts: name -> text.
+
+    Raises:
+      ValueError: as `check_agreement`.
+    """
+    if jax.process_count() == 1:
+        return
+    _check_devices()
     if lines := differences(_gather(facts)):
         raise ValueError(
             checks.join_lines("processes: expected all of them to run the same training, but", lines)
             + "\nStart all of them with the same code, packages, profile and arguments."
         )
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether all processes see the same files in a folder, which the first makes; call it on all of them."""
+    if jax.process_count() == 1:
+        return True
+    # A name of its own: a network file system may remember that there was no such file.
+    number = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
+    path = folder / f".shared-{number}"
+    is_first = jax.process_index() == 0
+    if is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    multihost_utils.sync_global_devices(f"nf_jax.is_shared {number}")
+    is_seen = multihost_utils.process_allgather(np.array(path.exists()))
+    if is_first:
+        path.unlink()
+    return bool(is_seen.all())
 
 
 def differences(facts: Sequence[Mapping[str, str]]) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from nf_jax import checkpoint, trace
 from nf_jax.plan import Plan
@@ -75,6 +76,8 @@ class Run:
             path = folder / "trace.jsonl"
             _check_facts(path, facts)
             self._trace = trace.TraceWriter(path, profile.dumps(), plan.lanes, resume_step=self.step, **facts)
+        if jax.process_count() > 1:  # who reads the trace finds that it ends where the checkpoint does
+            multihost_utils.sync_global_devices(f"nf_jax.resume {self.step}")
 
     def record(self, state: Any, **extra: Any) -> StepInfo:
         """Takes note of a step: a line in the trace, and a checkpoint where one is due.

@@ -75,8 +75,10 @@ def wait(group: Sequence[subprocess.Popen[str]]) -> list[Ended]:
     return ended
 
 
-def run(num_processes: int, *arguments: str) -> None:
+def run(num_processes: int, *arguments: str) -> list[Ended]:
     """Runs a whole group, and fails with its output unless all processes succeed."""
     with started(num_processes, *arguments) as group:
-        for index, ended in enumerate(wait(group)):
-            assert ended.code == 0, f"process {index} of {num_processes}:\n{ended.output}"
+        all_ended = wait(group)
+    for index, ended in enumerate(all_ended):
+        assert ended.code == 0, f"process {index} of {num_processes}:\n{ended.output}"
+    return all_ended

@@ -131,7 +131,10 @@ def main(out: str, mode: str) -> None:
     num_workers = cluster.resolve(options, os.environ).num_processes or 0
     with cluster.joined(options, num_workers):
         own = jax.process_index()
-        (Path(out) / f"{own}.json").write_text(json.dumps(disagree(own, num_workers)))
+        folders = {name: processes.is_shared(Path(out) / name) for name in ("", f"of {own}")}
+        (Path(out) / f"{own}.json").write_text(
+            json.dumps({"refused": disagree(own, num_workers), "shared": list(folders.values())})
+        )
         kept = train(num_workers, mode, Path(out) / "checkpoints")
         np.savez(Path(out) / f"{own}.npz", allow_pickle=False, **kept)
 

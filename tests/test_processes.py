@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,9 @@ class Group(NamedTuple):
 
     folder: Path
     num: int
+
+    def said(self, index: int) -> dict[str, Any]:
+        return json.loads((self.folder / f"{index}.json").read_text())
 
     def rows(self, run: str = "") -> dict[str, np.ndarray]:
         """Results of all workers, `[W, ...]`."""
@@ -69,13 +72,18 @@ def test_a_checkpoint_of_several_processes_continues_bit_for_bit(group):
 def test_a_difference_is_refused_by_name_on_every_process(group):
     rest = "process 0" if group.num == 2 else "processes 0, 2"
     for index in range(group.num):
-        message = json.loads((group.folder / f"{index}.json").read_text())
+        message = group.said(index)["refused"]
         assert "python: " in message and "'3.9.9' on process 1" in message
         assert f"profile: 'name = \"every_route\"' on {rest}; 'name = \"another\"' on process 1" in message
         assert "substrate: '..." in message and "3.9.9' on process 1" in message
         assert "rate: '0' on process 0" in message
         assert "num_workers" not in message and "jax" not in message.replace("nf_jax", "")
         assert "same code, packages, profile and arguments" in message
+
+
+def test_a_folder_is_shared_if_all_processes_see_its_files(group):
+    assert [group.said(index)["shared"] for index in range(group.num)] == [[True, False]] * group.num
+    assert not list(group.folder.glob("**/.shared*"))
 
 
 def test_what_differs_is_shown_from_where_it_differs_and_short():

@@ -16,7 +16,7 @@ import nf_jax
 from experiments import batches, jobs, kept, runs, vision
 from experiments.config import AXIS, Config, Policy
 from experiments.data import SETS, Images
-from experiments.policies import check_files, learning_rates, make_optimizer, rule_of
+from experiments.policies import learning_rates, make_optimizer, rule_of
 from experiments.runs import Task
 from nf_jax import trace
 
@@ -233,16 +233,17 @@ def test_every_process_forgets_what_an_earlier_job_left_on_its_disk(tmp_path, mo
     assert not old.exists()
 
 
+def test_a_folder_that_processes_do_not_share_has_no_checkpoints_and_is_not_resumed(tmp_path, monkeypatch):
+    config = dataclasses.replace(vision.digits(), out=tmp_path, checkpoint_every=5)
+    assert kept.open_folder(config) == config
+    monkeypatch.setattr("nf_jax.processes.is_shared", lambda folder: False)
+    assert kept.open_folder(config).checkpoint_every == 0
+    with pytest.raises(ValueError, match=r"resume: expected --out on a file system that all processes share"):
+        kept.open_folder(dataclasses.replace(config, resume=True))
+
+
 def untimed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: step[name] for name in step if "seconds" not in name} for step in steps]
-
-
-def test_several_processes_do_not_resume():
-    from nf_jax.cluster import Cluster
-
-    config = dataclasses.replace(vision.digits(), resume=True, cluster=Cluster(distributed=True))
-    with pytest.raises(ValueError, match="resume: expected a job of one process"):
-        check_files(config)
 
 
 def test_every_policy_has_a_rule_and_a_style():

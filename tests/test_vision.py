@@ -159,13 +159,29 @@ small = vision.classification(vision.load_digits, vision.MLP((128,), num_classes
 vision.TASKS["digits"] = lambda _: small
 vision.main(sys.argv[1:])
 """
+DOOMED_JOB = """
+import os, signal
+import jax
+from nf_jax import resume
+record = resume.Run.record
+def record_or_die(run, state, **extra):
+    if run.step == 5 and jax.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return record(run, state, **extra)
+resume.Run.record = record_or_die
+"""
 
 
 @pytest.mark.usefixtures("loose_promotion")
-def test_two_processes_give_the_summary_of_one(tmp_path, monkeypatch):
+def test_two_processes_that_were_killed_and_resumed_give_the_summary_and_trace_of_one(tmp_path, monkeypatch):
     args = [*TINY, "--devices", "2", "--policies", "static", "--out"]
-    several = ["--distributed", "--start-timeout-seconds", "60"]
-    process_groups.run(2, "-c", SMALL_JOB, *args, str(tmp_path / "two"), *several)
+    several = ["--distributed", "--start-timeout-seconds", "60", "--checkpoint-every", "2"]
+    here = [*args, str(tmp_path / "two"), *several]
+    with process_groups.started(2, "-c", DOOMED_JOB + SMALL_JOB, *here) as group:
+        killed = process_groups.wait(group)
+    assert all(ended.code != 0 for ended in killed), killed
+    first, _ = process_groups.run(2, "-c", SMALL_JOB, *here, "--resume")
+    assert "static, seed 0: goes on after step 4" in first.output
     small = vision.classification(vision.load_digits, vision.MLP((128,), num_classes=10))
     monkeypatch.setitem(vision.TASKS, "digits", lambda _: small)
     vision.main([*args, str(tmp_path / "one")])
@@ -173,6 +189,12 @@ def test_two_processes_give_the_summary_of_one(tmp_path, monkeypatch):
     for (row,) in (one, two):
         del row["step_seconds_median"]
     assert one == two  # with two workers, sums have the same bits too
+    traces = [trace.read_trace(tmp_path / name / "static-0" / "trace.jsonl").steps for name in ("one", "two")]
+    for steps in traces:
+        for step in steps:
+            del step["step_seconds"]
+    assert traces[0] == traces[1]
+    assert not list(tmp_path.glob("*/*/checkpoints"))
 
 
 @pytest.mark.parametrize("change", [{"devices": 0}, {"seeds": (1, 1)}, {"policies": ()}])
