@@ -16,7 +16,7 @@ from nf_jax.health import STATES, TRIGGERS, Health, Trigger
 from nf_jax.plan import Plan
 from nf_jax.profile import Profile, Route
 from nf_jax.shadow_trace import is_shadow
-from nf_jax.telemetry import REASONS, Reason, StepInfo
+from nf_jax.telemetry import REASONS, Lanes, Reason, StepInfo
 from nf_jax.trace import Trace, read_trace
 
 # Okabe and Ito's colours, told apart with every kind of sight; in the order of `Route`.
@@ -193,16 +193,22 @@ def explain(trace: Trace) -> list[str]:
     return lines + _count_nonfinite(trace.steps, names)
 
 
-def explain_step(info: StepInfo, names: Sequence[str]) -> list[str]:
+def explain_step(info: StepInfo, names: Sequence[str], lanes: Lanes | None = None) -> list[str]:
     """Sentences, one per region: how healthy it is after a step, and what was last wrong with it.
 
     Args:
       info: `nf_jax.step_info(state)`.
       names: `profile.region_names`.
+      lanes: `nf_jax.plan(...).lanes`; with them, then one per lane: how it travelled, and why so.
     """
     triggers, states, trips = (np.asarray(x).tolist() for x in (info.trigger, info.health_state, info.trips))
     rows = zip(names, triggers, states, trips, strict=True)
-    return [f"{name}: {_say(trigger, state)} (trips: {count})" for name, trigger, state, count in rows]
+    regions = [f"{name}: {_say(trigger, state)} (trips: {count})" for name, trigger, state, count in rows]
+    if lanes is None:
+        return regions
+    routes, reasons = (np.asarray(x).tolist() for x in (info.routes, info.reasons))
+    ways = zip(lanes.names, routes, reasons, strict=True)
+    return regions + [f"{name}: {Route(route).name}, {REASONS[Reason(why)]}" for name, route, why in ways]
 
 
 def _say(trigger: int, state: int) -> str:

@@ -85,7 +85,7 @@ def step_info(state: Any) -> StepInfo:
 
     Returns:
       The `StepInfo`; `info.step` is -1 before the first step. `nf_jax.report.explain_step(info,
-      profile.region_names)` puts its health into sentences.
+      profile.region_names, plan.lanes)` puts health, routes and reasons into sentences.
 
     Raises:
       ValueError: there is none, there are several (their paths are listed; pass a part of the state),
