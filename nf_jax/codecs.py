@@ -13,6 +13,7 @@ whole vectors; with 32 consecutive elements to a word, packing is a horizontal s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -120,17 +121,18 @@ def from_bf16_words(words: Array) -> Array:
 
 
 def mean_bf16_words(words: Array) -> Array:
-    """The mean over workers, `uint16[W, n]` -> `f32[n]`, added in their order.
+    """The mean over workers, `uint16[W, n]` -> `f32[n]`, added in their order."""
+    return sum_in_order(from_bf16_words(words)) * jnp.float32(1 / words.shape[0])
+
+
+def sum_in_order(values: Array) -> Array:
+    """The sum over workers, `f32[W, ...]` -> `f32[...]`, added in their order.
 
     Written out for usual `W`: XLA's reduction over so few rows takes ten times as long on CPU.
     """
-    num_workers = words.shape[0]
-    if num_workers > _MOST_WRITTEN_OUT:
-        return from_bf16_words(words).mean(0)
-    total = from_bf16_words(words[0])
-    for worker in range(1, num_workers):
-        total = total + from_bf16_words(words[worker])
-    return total * jnp.float32(1 / num_workers)
+    if values.shape[0] > _MOST_WRITTEN_OUT:
+        return values.sum(0)
+    return functools.reduce(jnp.add, values)
 
 
 # --------------------------------------------------------------------------------------------- counting

@@ -173,9 +173,21 @@ def mean_exact(leaves: Sequence[Array], axis: Where) -> list[Array]:
 
 
 def mean_of_rows(stack: Array, axis: Where) -> Array:
-    """Reduce-scatter: `f32[k, D * r, ...]` -> `f32[k, r, ...]`, the mean of the rows of this worker."""
-    total = lax.psum_scatter(stack, _axis(axis), scatter_dimension=1, tiled=True, **_groups(axis))
-    return total * jnp.float32(1 / num_members(axis))
+    """Reduce-scatter: `f32[k, D * r, ...]` -> `f32[k, r, ...]`, the mean of the rows of this worker.
+
+    On CPU it is an all-to-all, of the same bytes, and a sum in worker order: gloo's own takes four times as
+    long.
+    """
+    num = num_members(axis)
+
+    def scatter(stack: Array) -> Array:
+        return lax.psum_scatter(stack, _axis(axis), scatter_dimension=1, tiled=True, **_groups(axis))
+
+    def exchange_and_sum(stack: Array) -> Array:
+        rows = stack.reshape(stack.shape[0], num, stack.shape[1] // num, *stack.shape[2:])
+        return codecs.sum_in_order(exchange(jnp.moveaxis(rows, 1, 0), axis))
+
+    return lax.platform_dependent(stack, cpu=exchange_and_sum, default=scatter) * jnp.float32(1 / num)
 
 
 def gather_rows(stack: Array, axis: Where) -> Array:
