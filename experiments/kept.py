@@ -115,7 +115,7 @@ def describe_resumed(config: Config) -> str:
             parts.append(f"{policy}, seed {seed}: finished earlier")
         elif (step := checkpoint.latest_step(folder / "checkpoints")) is not None:
             parts.append(f"{policy}, seed {seed}: goes on after step {step}")
-    return "\n".join(parts) or f"Nothing to resume in {config.out}: every run starts anew."
+    return "\n".join(parts) or "Nothing to resume: every run starts anew."
 
 
 def check_run(config: Config, header: dict[str, Any]) -> None:

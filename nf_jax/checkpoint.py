@@ -62,7 +62,7 @@ def save(directory: str | Path, state: Any, *, step: int | None = None, keep: in
         if keep is not None:
             manifest.prune(target.parent, keep, newest=step)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"nf_jax.save {target}")
+        multihost_utils.sync_global_devices(f"nf_jax.save {target.name}")
     return target
 
 

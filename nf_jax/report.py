@@ -199,14 +199,17 @@ def explain_step(info: StepInfo, names: Sequence[str], lanes: Lanes | None = Non
     Args:
       info: `nf_jax.step_info(state)`.
       names: `profile.region_names`.
-      lanes: `nf_jax.plan(...).lanes`; with them, then one per lane: how it travelled, and why so.
+      lanes: `nf_jax.plan(...).lanes`; with them, then one per lane: how it travelled, and why so (where
+        routes are pinned, why the controller's would); before the first step, how and why it will.
     """
     triggers, states, trips = (np.asarray(x).tolist() for x in (info.trigger, info.health_state, info.trips))
     rows = zip(names, triggers, states, trips, strict=True)
     regions = [f"{name}: {_say(trigger, state)} (trips: {count})" for name, trigger, state, count in rows]
     if lanes is None:
         return regions
-    routes, reasons = (np.asarray(x).tolist() for x in (info.routes, info.reasons))
+    is_fresh = int(info.step) < 0
+    shown = (info.next_routes, info.next_reasons) if is_fresh else (info.routes, info.reasons)
+    routes, reasons = (np.asarray(x).tolist() for x in shown)
     ways = zip(lanes.names, routes, reasons, strict=True)
     return regions + [f"{name}: {Route(route).name}, {REASONS[Reason(why)]}" for name, route, why in ways]
 

@@ -22,7 +22,8 @@ class Run:
     whole, and the trace ends just before: neither gaps nor duplicates. What depends on the step alone
     (batches, schedules, keys folded in) then makes the run that was never ended, bit for bit.
 
-    In several processes all of them open it, on a file system that they share; the first writes the trace.
+    In several processes all of them open it, at the same point, on a file system that they share; the first
+    writes the trace.
     A step that is saved is in the trace: lines reach the disk before the checkpoint gets its name.
 
     Args:
