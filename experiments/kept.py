@@ -55,9 +55,10 @@ def open_folder(config: Config) -> Config:
       ValueError: such a job is to be resumed, or processes would go on from different things.
     """
     processes.check_same(resume=str(config.resume), checkpoint_every=str(config.checkpoint_every))
+    is_shared = processes.is_shared(config.out)  # first: a network file system remembers what was not there
     if not config.resume:
         remove(config)  # on every host: none may go on from what an earlier job left on its disk
-    if processes.is_shared(config.out):
+    if is_shared:  # and all wait here until the last has removed what it saw
         processes.check_same(kept=describe_resumed(config) if config.resume else "")
         return config
     if config.resume:

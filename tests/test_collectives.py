@@ -124,6 +124,7 @@ def test_what_varies_is_known_where_jax_checks_it(mode: str):
 # -------------------------------------------------------------------------------------- movement
 
 
+ROW_FACTORS = (1 + np.arange(48, dtype=np.float32)).reshape(2, 24)  # of two stacks, up to three rows a worker
 MEAN_DTYPES: tuple[Any, ...] = ("float32", "bfloat16", "float16", "complex64")
 
 
@@ -143,6 +144,7 @@ def moved(num_workers: int, mode: str, num: int) -> dict[str, np.ndarray]:
             "mean": collectives.mean_exact([x, x[:1]], AXIS),
             "leaves": collectives.mean_leaves([x.astype(d) for d in MEAN_DTYPES], AXIS),
             "index": collectives.worker_index(AXIS),
+            "rows": collectives.mean_of_rows(x * ROW_FACTORS[:, : 3 * num_workers, None], AXIS),
         }
 
     return jax.tree.map(np.asarray, run(move, per_worker(num_workers, num), mode))
@@ -151,6 +153,25 @@ def moved(num_workers: int, mode: str, num: int) -> dict[str, np.ndarray]:
 CELLS = [(2, mode, 37) for mode in MODES] + [(8, mode, 37) for mode in MODES]
 CELLS += [(3, "pmap", 5), (5, "unchecked", 1), (1, "checked", 4)]
 each_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
+
+
+@each_cell
+def test_every_worker_has_the_mean_of_its_own_rows_added_in_worker_order(cell: Any):
+    num_workers, _, num = cell
+    values = per_worker(num_workers, num)[:, None, None]
+    stacks = values * ROW_FACTORS[:, : 3 * num_workers, None]  # [W, k, rows, n]
+    mean = functools.reduce(np.add, stacks) * np.float32(1 / num_workers)
+    found = moved(*cell)["rows"]
+    for worker, rows in enumerate(found):
+        np.testing.assert_array_equal(rows, mean[:, 3 * worker : 3 * worker + 3])
+
+
+@pytest.mark.parametrize(("platform", "found"), [("cpu", "all_to_all"), ("cuda", "reduce_scatter")])
+def test_rows_are_scattered_by_what_the_platform_does_well(platform: str, found: str):
+    function = mapped(lambda x, _: collectives.mean_of_rows(x, AXIS), 4, "unchecked")
+    lowered = function.trace(np.zeros((4, 1, 8, 2), np.float32), None).lower(lowering_platforms=(platform,))
+    operations = set(re.findall(r"all_to_all|reduce_scatter", lowered.as_text()))
+    assert operations == {found}
 
 
 @each_cell
