@@ -86,8 +86,7 @@ def run_job(config: Config, task: Task) -> list[dict[str, Any]]:
 
 
 def run_here(config: Config, task: Task) -> list[dict[str, Any]]:
-    """The job, where the processes are joined; only the first prints and writes,
-    but for checkpoints."""
+    """The job, where the processes are joined; but for checkpoints, only the first prints and writes."""
     has_checkpoints = config.checkpoint_every > 0
     config = kept.open_folder(config)
     if not cluster.is_first():

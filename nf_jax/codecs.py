@@ -121,14 +121,14 @@ def from_bf16_words(words: Array) -> Array:
 
 
 def mean_bf16_words(words: Array) -> Array:
-    """The mean over workers, `uint16[W, n]` -> `f32[n]`, added in their order."""
+    """The mean over workers, `uint16[W, n]` -> `f32[n]`, added by `sum_in_order`."""
     return sum_in_order(from_bf16_words(words)) * jnp.float32(1 / words.shape[0])
 
 
 def sum_in_order(values: Array) -> Array:
-    """The sum over workers, `f32[W, ...]` -> `f32[...]`, added in their order.
+    """The sum over workers, `f32[W, ...]` -> `f32[...]`, added in their order; past 64 in XLA's.
 
-    Written out for usual `W`: XLA's reduction over so few rows takes ten times as long on CPU.
+    Written out up to there: XLA's reduction over so few rows takes ten times as long on CPU.
     """
     if values.shape[0] > _MOST_WRITTEN_OUT:
         return values.sum(0)

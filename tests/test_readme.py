@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from nf_jax import Candidate, Profile, plan
+from nf_jax.report import explain_step
 from nf_jax.shadow_findings import find_out, sentence
 from nf_jax.telemetry import Reason
 
@@ -33,6 +34,8 @@ def test_the_quickstart_runs_and_sends_few_bytes(
     assert 3 < percent < 5
     exec(compile(explained, "README.md", "exec"), names)
     region, lane = capsys.readouterr().out.splitlines()
+    fresh = names["nf_jax"].step_info(names["tx"].init({"kernel": jax.numpy.zeros((512, 512))}))
+    assert explain_step(fresh, ["all"], names["plan"].lanes)[1] == lane  # what the first step will do
     assert "(trips: 0)" in region and lane.endswith("SIGN, the profile's current phase says so")
 
     monkeypatch.setattr("nf_jax.candidates.DEFAULT_CANDIDATES", (Candidate.of("BF16"),))  # the fastest
