@@ -88,6 +88,11 @@ def run_job(config: Config, task: Task) -> list[dict[str, Any]]:
 def run_here(config: Config, task: Task) -> list[dict[str, Any]]:
     """The job, where the processes are joined; but for checkpoints, only the first prints and writes."""
     has_checkpoints = config.checkpoint_every > 0
+    if cluster.is_first() and not config.resume:
+        for name, step in kept.stopped_runs(config).items():
+            print(
+                f"{name}: replaces a run that stopped after step {step}; --resume would have gone on with it."
+            )
     config = kept.open_folder(config)
     if not cluster.is_first():
         done = run_policies(config, task, is_shown=False)

@@ -107,15 +107,25 @@ def check_resumed(config: Config) -> None:
             check_run(config, {"policy": policy, "seed": seed})
 
 
-def describe_resumed(config: Config) -> str:
-    """What a job goes on with, for people: of the runs that it is asked for."""
-    parts = []
+def stopped_runs(config: Config) -> dict[str, int]:
+    """Runs asked for that an earlier job did not finish -> the step of their last checkpoint."""
+    found = {}
     for policy, seed in itertools.product(config.policies, config.seeds):
         folder = run_folder(config, {"policy": policy, "seed": seed})
-        if (folder / "run.json").exists():
-            parts.append(f"{policy}, seed {seed}: finished earlier")
-        elif (step := checkpoint.latest_step(folder / "checkpoints")) is not None:
-            parts.append(f"{policy}, seed {seed}: goes on after step {step}")
+        if (step := checkpoint.latest_step(folder / "checkpoints")) is not None:
+            found[f"{policy}, seed {seed}"] = step
+    return found
+
+
+def describe_resumed(config: Config) -> str:
+    """What a job goes on with, for people: of the runs that it is asked for."""
+    parts, stopped = [], stopped_runs(config)
+    for policy, seed in itertools.product(config.policies, config.seeds):
+        name = f"{policy}, seed {seed}"
+        if (run_folder(config, {"policy": policy, "seed": seed}) / "run.json").exists():
+            parts.append(f"{name}: finished earlier")
+        elif name in stopped:
+            parts.append(f"{name}: goes on after step {stopped[name]}")
     return "\n".join(parts) or "Nothing to resume: every run starts anew."
 
 

@@ -44,7 +44,7 @@ def leave(error: BaseException, name: str, witness: Witness | None = None, *, is
     elif isinstance(error, ValueError | RuntimeError) and _LOST.match(reason):
         message = (
             f"{name}: lost its connection to another process ({reason}). That one has ended or cannot be "
-            "reached: its own last lines say why. Then start all processes again."
+            "reached: its own last lines say why. Then start all processes again, experiments with --resume."
         )
     else:
         traceback.print_exception(error)
@@ -71,7 +71,7 @@ def start_witness(name: str) -> Witness:
     text = (
         f"error: {name} ended before its work was done: it was killed (out of memory? a scheduler?), or JAX "
         "ended it because another process was lost (then JAX says so above, and that one's last lines say "
-        "why). Start all processes again."
+        "why). Start all processes again, experiments with --resume."
     )
     code = "import sys\nif not sys.stdin.read(): print(sys.argv[1], file=sys.stderr)"
     # A session of its own: Ctrl-C is for the process it watches, whose end ends this one too.

@@ -233,6 +233,16 @@ def test_every_process_forgets_what_an_earlier_job_left_on_its_disk(tmp_path, mo
     assert not old.exists()
 
 
+def test_who_begins_anew_over_a_stopped_run_is_told(tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(vision.digits(), out=tmp_path, policies=("fp32", "guided"), seeds=(0,))
+    (tmp_path / "guided-0" / "checkpoints" / "40").mkdir(parents=True)
+    monkeypatch.setattr(jobs, "run_policies", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        jobs.run_here(config, toy_task([0]))
+    said = capsys.readouterr().out
+    assert said.startswith("guided, seed 0: replaces a run that stopped after step 40") and "fp32" not in said
+
+
 def test_a_folder_that_processes_do_not_share_has_no_checkpoints_and_is_not_resumed(tmp_path, monkeypatch):
     config = dataclasses.replace(vision.digits(), out=tmp_path, checkpoint_every=5)
     assert kept.open_folder(config) == config
